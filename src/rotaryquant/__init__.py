@@ -1,0 +1,25 @@
+"""RotaryQuant: language models with a packed KV cache, and measurements of what that costs.
+
+Importing this package starts no device, compiles nothing and patches nothing; transformers is imported by the
+first call that needs it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from rotaryquant.config import KVCacheConfig, parse_kv
+
+if TYPE_CHECKING:
+    from rotaryquant.integrations.transformers.enable import EnabledModel, disable, enable, enabled
+
+__version__ = "0.1.0"
+__all__ = ["EnabledModel", "KVCacheConfig", "disable", "enable", "enabled", "parse_kv"]
+
+_LAZY = {"EnabledModel", "disable", "enable", "enabled"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from rotaryquant.integrations.transformers import enable as module
+
+        return getattr(module, name)
+    raise AttributeError(f"module 'rotaryquant' has no attribute {name!r}")

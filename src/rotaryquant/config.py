@@ -1,0 +1,137 @@
+"""What users set: frozen, checked when built, unknown keys refused."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from rotaryquant.errors import ConfigError
+from rotaryquant.formats.codebook import BITS
+from rotaryquant.formats.kv import BLOCK, StreamFormat
+from rotaryquant.formats.rotation import KINDS
+
+PREFILLS = ("deferred", "streaming")
+SCALES = ("best", "norm")
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """How keys and values of full-attention layers are kept.
+
+    key_bits, value_bits: bits of the codes. rotation: formats.rotation.KINDS. signs: random signs before it.
+    scale: "best" (unbiased products for keys, least squares for values) or "norm" (as TurboQuant publishes it).
+    sinks: first tokens kept exact beside their codes. tail: keep the last block exact until it is full.
+    mean: subtract a dominating key mean, taken from the first block over coordinates whose RoPE period is at least
+    `mean_period` tokens. tau: share of a head's key energy that mean must carry. correct: share of the code noise's
+    mean effect on the softmax that is taken off packed logits (0 to 1). protect: give the keys of layers with an
+    expected logit error above `max_logit_error` nats 8 bits. prefill: "deferred" or "streaming". inverse: rotate the
+    output back (off only to see it fail).
+    seed: of the rotation.
+    """
+
+    name: str = "iso3"
+    key_bits: int = 3
+    value_bits: int = 3
+    rotation: str = "isoquant"
+    signs: bool = True
+    scale: str = "best"
+    sinks: int = 4
+    tail: bool = True
+    mean: bool = True
+    tau: float = 0.1
+    mean_period: int = 8192
+    correct: float = 0.5
+    protect: bool = True
+    max_logit_error: float = 2.0
+    prefill: str = "deferred"
+    inverse: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field, valid in (
+            ("key_bits", BITS),
+            ("value_bits", BITS),
+            ("rotation", tuple(KINDS)),
+            ("scale", SCALES),
+            ("prefill", PREFILLS),
+        ):
+            if (value := getattr(self, field)) not in valid:
+                raise ConfigError(f"kv {field}={value!r} is unknown; valid: {', '.join(map(str, valid))}")
+        if not 0 <= self.sinks <= BLOCK:
+            raise ConfigError(f"kv sinks={self.sinks} must be between 0 and {BLOCK}")
+        if not 0.0 <= self.tau <= 1.0:
+            raise ConfigError(f"kv tau={self.tau} must be between 0 and 1")
+        if not 0.0 <= self.correct <= 1.0:
+            raise ConfigError(f"kv correct={self.correct} must be between 0 and 1")
+        if self.max_logit_error <= 0:
+            raise ConfigError(f"kv max_logit_error={self.max_logit_error} must be above 0")
+
+    def stream_formats(self, key_width: int, value_width: int) -> tuple[StreamFormat, StreamFormat]:
+        """Formats of the keys and the values of a layer with these head widths."""
+        rules = ("norm", "norm") if self.scale == "norm" else ("score", "value")
+        mean, tau = ("block0", self.tau) if self.mean else ("none", 0.0)
+        try:
+            keys = StreamFormat(
+                "key", key_width, self.key_bits, rules[0], self.rotation, self.seed, self.signs, mean=mean, tau=tau
+            )
+            values = StreamFormat("value", value_width, self.value_bits, rules[1], self.rotation, self.seed, self.signs)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return keys, values
+
+
+_STRICT = KVCacheConfig("iso3-strict", sinks=0, tail=False, mean=False, correct=0.0, protect=False)
+
+#: Names that `--kv` takes. `fp16` means: leave the cache alone.
+PRESETS: dict[str, KVCacheConfig | None] = {
+    "fp16": None,
+    "iso3": KVCacheConfig("iso3"),
+    "iso3-strict": _STRICT,
+    "iso2": KVCacheConfig("iso2", key_bits=2, value_bits=2),
+    "iso4": KVCacheConfig("iso4", key_bits=4, value_bits=4),
+    "k4v3": KVCacheConfig("k4v3", key_bits=4, value_bits=3),
+    "turbo3": dataclasses.replace(_STRICT, name="turbo3", rotation="dense", scale="norm"),
+}
+
+_FIELDS = {field.name: field.type for field in dataclasses.fields(KVCacheConfig) if field.name != "name"}
+_SWITCH = {"on": True, "off": False, "true": True, "false": False, "1": True, "0": False}
+
+
+def _parse_value(key: str, text: str) -> object:
+    current = getattr(KVCacheConfig(), key)
+    try:
+        if isinstance(current, bool):
+            return _SWITCH[text.lower()]
+        return type(current)(text)
+    except (KeyError, ValueError):
+        wanted = "on or off" if isinstance(current, bool) else f"a value like {current!r}"
+        raise ConfigError(f"kv {key}={text!r}: wanted {wanted}") from None
+
+
+def parse_kv(spec: "str | KVCacheConfig | None") -> KVCacheConfig | None:
+    """The configuration that a `--kv` SPEC names; None means 16-bit, nothing packed.
+
+    spec: a preset, `key=value` pairs, or a preset followed by pairs, comma-separated ("iso3,sinks=0").
+    Raises ConfigError with the valid names for an unknown preset or key, or a value that does not fit.
+    """
+    if spec is None or isinstance(spec, KVCacheConfig):
+        return spec
+    parts = [part.strip() for part in spec.split(",") if part.strip()]
+    if not parts:
+        raise ConfigError(f"kv={spec!r} is empty; valid presets: {', '.join(PRESETS)}")
+    base: KVCacheConfig | None = PRESETS["iso3"]
+    if "=" not in parts[0]:
+        if parts[0] not in PRESETS:
+            raise ConfigError(f"kv={parts[0]!r} is unknown; valid presets: {', '.join(PRESETS)}, or key=value pairs")
+        base = PRESETS[parts.pop(0)]
+    if not parts:
+        return base
+    if base is None:
+        raise ConfigError(f"kv={spec!r}: fp16 packs nothing, so it takes no options")
+    changes: dict[str, object] = {}
+    for part in parts:
+        key, equals, text = part.partition("=")
+        if not equals or key not in _FIELDS:
+            raise ConfigError(f"kv option {part!r} is unknown; valid keys: {', '.join(_FIELDS)}")
+        if key in changes:
+            raise ConfigError(f"kv option {key!r} is given twice in {spec!r}")
+        changes[key] = _parse_value(key, text)
+    return dataclasses.replace(base, name=spec, **changes)  # type: ignore[arg-type]

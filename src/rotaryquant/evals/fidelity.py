@@ -1,0 +1,264 @@
+"""What a packed cache costs on real text: perplexity ratio, KL divergence and agreement against 16 bits.
+
+Every window of text is read twice: once exactly (one forward, no cache), once through a really packed prefix with
+forced tokens behind it. Only positions that attend to packed rows are scored, and the counters must prove it.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rotaryquant.config import KVCacheConfig, parse_kv
+from rotaryquant.counters import Counters
+from rotaryquant.errors import ConfigError, RotaryQuantError
+from rotaryquant.evals.report import Outcome, provenance
+from rotaryquant.evals.statistics import ratio_interval
+from rotaryquant.evals.teacher_forcing import Chunk, packed_chunks, reference_logits, stock_chunks
+from rotaryquant.integrations.transformers.checkpoints import Loaded
+from rotaryquant.integrations.transformers.enable import enabled
+from rotaryquant.integrations.transformers.report import layer_bits
+from rotaryquant.integrations.transformers.tokens import bos_policy, encode_text
+from rotaryquant.kv import accounting
+
+#: A reference perplexity outside this range means that text, tokenizer or BOS do not fit the model (case C63).
+PLAUSIBLE_PERPLEXITY = (1.05, 500.0)
+
+
+@dataclass
+class Scores:
+    """Sums over the scored positions of one configuration; one entry of `nll` per window, nats."""
+
+    nll: list[float] = field(default_factory=list)
+    divergence: list[Tensor] = field(default_factory=list)
+    agree: list[Tensor] = field(default_factory=list)
+    reads: Counters = field(default_factory=Counters)
+    bits: dict[str, float] = field(default_factory=dict)
+    summary: str = "kv=fp16: nothing packed"
+
+    def add(self, chunks: Iterable[Chunk], reference: Tensor, ids: Tensor, first: int) -> None:
+        """Score one window. reference: exact log-probabilities [positions, vocab] from position `first` on."""
+        nll = 0.0
+        for chunk in chunks:
+            exact = reference[chunk.begin - first : chunk.end - first]
+            packed = chunk.logits.log_softmax(-1)
+            targets = ids[chunk.begin + 1 : chunk.end + 1, None]
+            nll -= float(packed.gather(1, targets).double().sum())
+            self.divergence.append((exact.exp() * (exact - packed)).sum(-1))
+            self.agree.append((exact.argmax(-1) == packed.argmax(-1)).float())
+            self.reads.add(chunk.reads)
+        self.nll.append(nll)
+
+
+def windows_of(loaded: Loaded, text: str, context: int, tokens: int) -> tuple[list[Tensor], dict[str, Any]]:
+    """Windows int64 [context] of consecutive text with enough scored positions, and how they begin.
+
+    Each window starts with BOS if the model expects one. The second half of a window is scored, except its first
+    prediction, which the packed prefix does not influence. Raises ConfigError where the text is too short.
+    """
+    bos, source = bos_policy(loaded.tokenizer, loaded.model.config)
+    scored = context - 1 - context // 2
+    count = -(-tokens // scored)
+    step = context - (bos is not None)
+    ids = torch.tensor(encode_text(loaded.tokenizer, text))
+    if len(ids) < count * step:
+        raise ConfigError(
+            f"tokens={tokens} at context={context} needs {count} windows of {step} tokens, the text has {len(ids)} "
+            f"tokens; ask for at most {len(ids) // step * scored} or use a longer text"
+        )
+    start = [] if bos is None else [torch.tensor([bos])]
+    windows = [torch.cat([*start, ids[i * step : (i + 1) * step]]) for i in range(count)]
+    return windows, {"bos": bos, "bos_source": source, "first_ids": windows[0][:4].tolist()}
+
+
+def measure(
+    loaded: Loaded,
+    specs: dict[str, KVCacheConfig | None],
+    windows: list[Tensor],
+    reference: Loaded | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[list[float], dict[str, Scores]]:
+    """Reference negative log-likelihood of each window, and the scores of each configuration.
+
+    windows: int64 [context] each; positions from context // 2 on are scored. reference: another checkpoint to
+    compare with, or None for the same one. Holds the reference's log-probabilities of one window in memory
+    (context / 2 × vocabulary × 4 bytes).
+    """
+    scores = {name: Scores() for name in specs}
+    exact_nll = []
+    model = loaded.model
+    for number, ids in enumerate(windows):
+        first = len(ids) // 2
+        exact = reference_logits((reference or loaded).model, ids, first).log_softmax(-1)
+        exact_nll.append(-float(exact.gather(1, ids[first + 1 :, None]).double().sum()))
+        for name, kv in specs.items():
+            if progress is not None:
+                progress(f"window {number + 1} of {len(windows)}: {name}")
+            if kv is None:
+                scores[name].add(stock_chunks(model, ids, first), exact, ids, first)
+                scores[name].bits = dict.fromkeys(("bits_per_value", "bits_worst", "bits_all_layers"), 16.0)
+                continue
+            with enabled(model, kv) as state:
+                assert state is not None
+                cache = state.new_cache()
+                scores[name].add(packed_chunks(model, cache, ids, first), exact, ids, first)
+                stock = sum(2 * g.num_kv_heads * g.head_dim for g in state.geometry if not g.packable)
+                scores[name].bits = count_bits(layer_bits(cache), len(ids), stock)
+                scores[name].summary = state.report().summary()
+    return exact_nll, scores
+
+
+def count_bits(layers: list[accounting.LayerBits], context: int, stock_width: int) -> dict[str, float]:
+    """The three bit counts at `context` tokens; stock_width: K and V values per token of layers left at 16 bits."""
+    return {
+        "bits_per_value": accounting.bits_per_value(layers, context),
+        "bits_worst": accounting.bits_worst(layers, context),
+        "bits_all_layers": accounting.bits_all_layers(layers, context, stock_width * context),
+    }
+
+
+def result_of(scores: Scores, exact_nll: list[float], counts: list[int]) -> dict[str, Any]:
+    """The numbers of one configuration."""
+    total = sum(counts)
+    ratio, low, high = ratio_interval(np.array(scores.nll), np.array(exact_nll), np.array(counts, dtype=float))
+    divergence = torch.cat(scores.divergence).double()
+    return {
+        "ppl": math.exp(sum(scores.nll) / total),
+        "ppl_ratio": ratio,
+        "ppl_ratio_low": low,
+        "ppl_ratio_high": high,
+        "kld_mean": float(divergence.mean()),
+        "kld_p999": float(divergence.quantile(0.999)),
+        "top1": float(torch.cat(scores.agree).mean()),
+        **scores.bits,
+        "tokens": total,
+        "packed_reads": scores.reads.packed_reads,
+        "dense_reads": scores.reads.dense_reads,
+        "in_force": scores.summary,
+    }
+
+
+def check_plausible(perplexity: float, start: dict[str, Any]) -> None:
+    """Raise ConfigError for a reference perplexity that says something is wrong with the set-up."""
+    low, high = PLAUSIBLE_PERPLEXITY
+    if not low <= perplexity <= high:
+        raise ConfigError(
+            f"ppl_ref={perplexity:.4g} is outside {low:g}..{high:g}: text, tokenizer or BOS do not fit this model "
+            f"(first ids {start['first_ids']}, BOS {start['bos']}: {start['bos_source']}); pass --any-baseline to "
+            f"measure all the same"
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `rotaryquant eval fidelity`."""
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="folder, .gguf file or hub id (default: SmolLM2-135M)"
+    )
+    parser.add_argument("--kv", metavar="SPEC", action="append", help="repeat to compare; default iso3")
+    parser.add_argument("--text", metavar="FILE", required=True, help="real text, UTF-8; read as one string")
+    parser.add_argument("--context", type=int, default=2048, metavar="N", help="tokens in a window (default 2048)")
+    parser.add_argument("--tokens", type=int, default=20_000, metavar="N", help="scored positions (default 20000)")
+    parser.add_argument("--reference", metavar="MODEL", help="compare with another checkpoint (same tokenizer)")
+    parser.add_argument("--against", metavar="SPEC", help="one of --kv: also give each other's ratio to it, paired")
+    parser.add_argument("--dtype", default="float32", metavar="TYPE", help="float32 (default), bfloat16 or auto")
+    parser.add_argument("--threads", type=int, metavar="N", help="threads of torch")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the divergence over the position in the window")
+    parser.add_argument("--any-baseline", action="store_true", help="go on with an implausible reference perplexity")
+
+
+def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
+    """Measure as the options say; progress is told what is under way.
+
+    Raises RotaryQuantError with one clear line for a wrong input.
+    """
+    from rotaryquant.evals.inputs import load_model, read_text
+
+    specs = {spec: parse_kv(spec) for spec in args.kv or ["iso3"]}
+    if args.against is not None and args.against not in specs:
+        raise ConfigError(f"--against {args.against!r} must be one of --kv: {', '.join(specs)}")
+    if args.context < 512 or args.tokens < 1:
+        raise ConfigError(f"context={args.context}, tokens={args.tokens}: need at least 512 and 1")
+    text = read_text(Path(args.text))
+    loaded = load_model(args.model, args.dtype, args.threads)
+    windows, start = windows_of(loaded, text, args.context, args.tokens)
+    reference = load_model(args.reference, args.dtype, args.threads) if args.reference else None
+    if reference is not None and encode_text(reference.tokenizer, text[:2000]) != encode_text(
+        loaded.tokenizer, text[:2000]
+    ):
+        raise ConfigError(
+            f"--reference {args.reference}: its tokenizer splits the text differently; use a sibling model"
+        )
+    exact_nll, scores = measure(loaded, specs, windows, reference, progress=progress)
+    counts = [len(ids) - 1 - len(ids) // 2 for ids in windows]
+    ppl_ref = math.exp(sum(exact_nll) / sum(counts))
+    if not args.any_baseline:
+        check_plausible(ppl_ref, start)
+    results = []
+    for name, one in scores.items():
+        row = {"kv": name, **result_of(one, exact_nll, counts)}
+        if args.against is not None and name != args.against:
+            other = scores[args.against]
+            ratio = ratio_interval(np.array(one.nll), np.array(other.nll), np.array(counts, dtype=float))
+            row["against"] = {"kv": args.against, **dict(zip(("ratio", "low", "high"), ratio, strict=True))}
+        results.append(row)
+    data: dict[str, Any] = {
+        **provenance(),
+        "model": args.model or "SmolLM2-135M-Instruct",
+        "reference": args.reference or "the same model, 16-bit cache",
+        "text": Path(args.text).name,
+        "context": args.context,
+        "windows": len(windows),
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        **start,
+        "ppl_ref": ppl_ref,
+        "results": results,
+    }
+    if len(results) == 1:
+        data |= results[0]
+    if args.plot:
+        from rotaryquant.evals.plots import plot_divergence
+
+        plot_divergence(Path(args.plot), {name: one.divergence for name, one in scores.items()}, args.context, data)
+    return _outcome(data)
+
+
+def _outcome(data: dict[str, Any]) -> Outcome:
+    headers = ["kv", "ppl_ratio", "95% interval", "kld_mean", "kld_p999", "top1", "bits", "worst", "packed reads"]
+    rows = []
+    for row in data["results"]:
+        rows.append(
+            [
+                row["kv"],
+                f"{row['ppl_ratio']:.4f}",
+                f"{row['ppl_ratio_low']:.4f}..{row['ppl_ratio_high']:.4f}",
+                f"{row['kld_mean']:.4f}",
+                f"{row['kld_p999']:.3f}",
+                f"{row['top1']:.4f}",
+                f"{row['bits_per_value']:.3f}",
+                f"{row['bits_worst']:.3f}",
+                f"{row['packed_reads']:,}",
+            ]
+        )
+    tokens = data["results"][0]["tokens"]
+    lines = [
+        f"{data['model']}: {tokens:,} scored positions in {data['windows']} windows of {data['context']} tokens of "
+        f"{data['text']}, ppl_ref {data['ppl_ref']:.3f}",
+        f"windows start with ids {data['first_ids']} (BOS {data['bos']}: {data['bos_source']})",
+    ]
+    for row in data["results"]:
+        lines.append(row["in_force"])
+        if other := row.get("against"):
+            lines.append(
+                f"{row['kv']} against {other['kv']}: ppl ratio {other['ratio']:.4f} "
+                f"(95% {other['low']:.4f}..{other['high']:.4f})"
+            )
+    return Outcome(data, headers, rows, lines)
+
+
+__all__ = ["RotaryQuantError", "Scores", "add_arguments", "measure", "result_of", "run", "windows_of"]

@@ -1,0 +1,26 @@
+"""Intervals for paired comparisons: resample whole windows, since tokens of one window are not independent."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES = 10_000
+_SEED = 20_26
+
+
+def ratio_interval(
+    first: NDArray[np.float64], second: NDArray[np.float64], counts: NDArray[np.float64]
+) -> tuple[float, float, float]:
+    """exp(mean(first) - mean(second)) and its 95% interval, from a paired bootstrap over windows.
+
+    first, second: summed negative log-likelihood of each window, nats, on the same tokens. counts: tokens of each
+    window. Returns (ratio, low, high): a perplexity ratio.
+    """
+    difference = first - second
+    ratio = math.exp(difference.sum() / counts.sum())
+    rng = np.random.default_rng(_SEED)
+    picks = rng.integers(0, len(counts), (RESAMPLES, len(counts)))
+    ratios = np.exp(difference[picks].sum(1) / counts[picks].sum(1))
+    low, high = np.quantile(ratios, (0.025, 0.975))
+    return ratio, float(low), float(high)

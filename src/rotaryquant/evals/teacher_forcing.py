@@ -1,0 +1,103 @@
+"""Log-probabilities of a fixed text read through a packed cache: a packed prefix, then forced tokens.
+
+The forced tokens go through in chunks that never cross a block of 128 positions. What a query may see is then
+the same as if every token were fed on its own, so the result is that of decoding, at the speed of a prompt.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from rotaryquant.counters import Counters
+from rotaryquant.errors import RotaryQuantError
+from rotaryquant.formats.kv import BLOCK
+from rotaryquant.integrations.transformers.cache import PackedCache, PackedCacheLayer
+
+
+class PathError(RotaryQuantError):
+    """A measurement did not read the packed rows that it claims to measure."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Logits of positions [begin, end), fp32 [end - begin, vocab], and what their attention read."""
+
+    begin: int
+    end: int
+    logits: Tensor
+    reads: Counters
+
+
+def block_chunks(begin: int, end: int, step: int = BLOCK) -> Iterator[tuple[int, int]]:
+    """Ranges that cover [begin, end), at most `step` long, none across a multiple of 128."""
+    while begin < end:
+        stop = min(end, begin + step, (begin // BLOCK + 1) * BLOCK)
+        yield begin, stop
+        begin = stop
+
+
+def reference_logits(model: PreTrainedModel, ids: Tensor, first: int) -> Tensor:
+    """Logits at positions [first, tokens - 1) of one exact forward, fp32 [positions, vocab].
+
+    ids: int64 [tokens]. The model must not be enabled.
+    """
+    with torch.inference_mode():
+        out = model(ids[None, :-1], use_cache=False, logits_to_keep=ids.shape[0] - 1 - first)
+    logits: Tensor = out.logits[0].float()
+    return logits
+
+
+def packed_chunks(
+    model: PreTrainedModel, cache: PackedCache, ids: Tensor, first: int, step: int = BLOCK
+) -> Iterator[Chunk]:
+    """Chunks that cover positions [first, tokens - 1), read through `cache`.
+
+    ids: int64 [tokens]; positions before `first` are the prefix, packed before the first scored position.
+    Raises PathError unless every packed layer read exactly length - sinks - tail rows at every position.
+    """
+    with torch.inference_mode():
+        with cache.prefill():
+            model(ids[None, :first], cache=cache, logits_to_keep=1)
+        for begin, end in block_chunks(first, ids.shape[0] - 1, step):
+            before, layers = cache.counters, _reads(cache)
+            out = model(ids[None, begin:end], cache=cache)
+            _check_reads(cache, layers, begin, end)
+            yield Chunk(begin, end, out.logits[0].float(), cache.counters.since(before))
+
+
+def stock_chunks(model: PreTrainedModel, ids: Tensor, first: int, step: int = BLOCK) -> Iterator[Chunk]:
+    """The same through transformers' own 16-bit cache: what the harness itself costs."""
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(ids[None, :first], cache=cache, logits_to_keep=1)
+        for begin, end in block_chunks(first, ids.shape[0] - 1, step):
+            out = model(ids[None, begin:end], cache=cache)
+            yield Chunk(begin, end, out.logits[0].float(), Counters())
+
+
+def expected_reads(cache: PackedCache, begin: int, end: int) -> int:
+    """Packed rows that one layer must read for queries at positions [begin, end): length - sinks - tail each."""
+    total, kv = 0, cache.kv
+    for position in range(begin, end):
+        packed = position // BLOCK * BLOCK if kv.tail else position + 1
+        if (kv.mean or kv.protect) and end <= BLOCK:
+            packed = 0  # the first block waits until its mean and bits are known
+        total += packed - min(kv.sinks, packed)
+    return total
+
+
+def _reads(cache: PackedCache) -> list[int]:
+    return [layer.counters.packed_reads for layer in cache.layers if isinstance(layer, PackedCacheLayer)]
+
+
+def _check_reads(cache: PackedCache, before: list[int], begin: int, end: int) -> None:
+    wanted = expected_reads(cache, begin, end)
+    for layer, (old, new) in enumerate(zip(before, _reads(cache), strict=True)):
+        if new - old != wanted:
+            raise PathError(
+                f"positions {begin}..{end - 1}: packed layer number {layer} read {new - old} packed rows, wanted "
+                f"{wanted} (length - sinks - tail at each position); the result would not measure the packed cache"
+            )

@@ -1,0 +1,1 @@
+"""What the bytes are: rotations, codebooks, rows and blocks, on numbers alone."""

@@ -1,0 +1,128 @@
+"""Codebooks for one coordinate of a uniform unit vector, computed from its density.
+
+A coordinate t of a uniform unit vector in R^d has density proportional to (1 - t²)^((d-3)/2); everything
+below is in the units of √d·t, so that its variance is 1.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+#: Bits for which a codebook exists. 32 stores the fp32 value itself: the lossless codec that tests use.
+BITS = (2, 3, 4, 8, 32)
+
+_GRID_CELLS = 100_000
+_LEVEL_WIDTH = 128  # the integer levels are chosen once, at this width; only their unit follows the width
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """Levels c_k = unit · levels[k], ascending; a value t takes the highest k with boundaries[k-1] <= t.
+
+    levels: small integers that fit int8, so that products of codes with int8 queries are exact.
+    unit: size of one integer step in units of the row's root mean square.
+    boundaries: midpoints between levels times unit; ties go up. Empty for 8 and 32 bits.
+    """
+
+    bits: int
+    width: int
+    levels: tuple[int, ...]
+    unit: float
+    boundaries: tuple[float, ...]
+
+
+@cache
+def _density(width: int) -> tuple[Array, Array, Array]:
+    """Edges x of √d·t, and the running sums of density and of density·x up to each edge (midpoint rule)."""
+    edges = np.linspace(-1.0, 1.0, _GRID_CELLS + 1)
+    t = (edges[1:] + edges[:-1]) / 2
+    weight = (1.0 - t * t) ** ((width - 3) / 2)
+    weight /= weight.sum()
+    mass = np.concatenate([[0.0], np.cumsum(weight)])
+    moment = np.concatenate([[0.0], np.cumsum(weight * t * math.sqrt(width))])
+    return edges * math.sqrt(width), mass, moment
+
+
+def _cells(width: int, levels: Array) -> tuple[Array, Array]:
+    """Probability and first moment of each level's cell, cells split at midpoints."""
+    x, mass, moment = _density(width)
+    edges = np.concatenate([[x[0]], (levels[1:] + levels[:-1]) / 2, [x[-1]]])
+    return np.diff(np.interp(edges, x, mass)), np.diff(np.interp(edges, x, moment))
+
+
+def mean_squared_error(width: int, levels: Array) -> float:
+    """E (√d·t - nearest level)² for a uniform unit vector in R^width."""
+    mass, moment = _cells(width, levels)
+    return float(1.0 - 2.0 * (moment * levels).sum() + (mass * levels**2).sum())
+
+
+@cache
+def lloyd_max(width: int, bits: int) -> tuple[float, ...]:
+    """The 2^bits levels with least mean squared error (Lloyd 1982, Max 1960), ascending and symmetric."""
+    levels = np.linspace(-2.2, 2.2, 2**bits)
+    for _ in range(5000):
+        mass, moment = _cells(width, levels)
+        new = moment / mass
+        new = (new - new[::-1]) / 2
+        if np.abs(new - levels).max() < 1e-10:
+            break
+        levels = new
+    return tuple(float(v) for v in levels)
+
+
+def _best_unit(width: int, integers: Array, start: float) -> float:
+    """Unit u that minimises the error of the levels u·integers, by alternating cells and least squares."""
+    unit = start
+    for _ in range(200):
+        mass, moment = _cells(width, integers * unit)
+        new = float((moment * integers).sum() / (mass * integers**2).sum())
+        if abs(new - unit) < 1e-12:
+            break
+        unit = new
+    return unit
+
+
+@cache
+def integer_levels(bits: int) -> tuple[int, ...]:
+    """Integers of at most 127 whose multiples come closest to the Lloyd-Max levels, found by search.
+
+    At 3 bits this is ±{13, 40, 71, 113}, 0.002% above the optimum.
+    """
+    optimum = np.array(lloyd_max(_LEVEL_WIDTH, bits))
+    best: tuple[float, tuple[int, ...]] | None = None
+    for largest in range(2 ** (bits - 1), 128):
+        unit = optimum[-1] / largest
+        integers = np.round(optimum / unit)
+        if len(np.unique(integers)) < len(integers):
+            continue
+        unit = _best_unit(_LEVEL_WIDTH, integers, unit)
+        error = mean_squared_error(_LEVEL_WIDTH, integers * unit)
+        if best is None or error < best[0] - 1e-12:
+            best = (error, tuple(int(v) for v in integers))
+    assert best is not None
+    return best[1]
+
+
+@cache
+def codebook(width: int, bits: int) -> Codebook:
+    """The codebook of `bits` bits for vectors of `width` values.
+
+    Up to 4 bits: integer Lloyd-Max levels. 8 bits: the uniform grid -127..127 whose step follows each row's
+    largest magnitude, so it has no fixed unit. Raises ValueError for other bits.
+    """
+    if bits not in BITS:
+        raise ValueError(f"bits={bits} is unknown; valid: {', '.join(map(str, BITS))}")
+    if bits == 8:
+        return Codebook(8, width, tuple(range(-128, 128)), 0.0, ())
+    if bits == 32:
+        return Codebook(32, width, (), 0.0, ())
+    levels = integer_levels(bits)
+    integers = np.array(levels, dtype=np.float64)
+    unit = _best_unit(width, integers, lloyd_max(width, bits)[-1] / levels[-1])
+    boundaries = tuple(float(v) for v in (integers[1:] + integers[:-1]) / 2 * unit)
+    return Codebook(bits, width, levels, unit, boundaries)

@@ -1,0 +1,1 @@
+"""Optional hosts; nothing outside these folders imports them."""

@@ -1,0 +1,1 @@
+"""Hugging Face transformers: a packed cache, its attention and its masks, through public extension points."""

@@ -1,0 +1,93 @@
+"""Bytes of keys and values: at 16 bits, packed, and as memory is really taken."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rotaryquant.config import KVCacheConfig
+from rotaryquant.formats.kv import BLOCK
+from rotaryquant.integrations.transformers.geometry import LayerGeometry
+from rotaryquant.kv.accounting import MEAN_TAIL, LayerBits
+from rotaryquant.kv.store import slab_blocks
+
+_EXACT_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What the caches of a model's layers take.
+
+    layers: its geometry. kv: how full-attention layers are kept, None for 16 bits. Layers that protection gives
+    8 bits are not foreseen: they show when the model runs.
+    """
+
+    layers: Sequence[LayerGeometry]
+    kv: KVCacheConfig | None
+
+    def exact_per_token(self) -> int:
+        """Bytes of one token's K and V at 16 bits, all full-attention layers (windows are bounded)."""
+        return sum(_row_bytes(layer) for layer in self.layers if layer.packable)
+
+    def packed_per_token(self) -> int:
+        """Bytes of one token's K and V once packed, codes and scales, all full-attention layers; 0 for 16 bits."""
+        if self.kv is None:
+            return 0
+        total = 0
+        for layer in self.layers:
+            if layer.packable:
+                bits = self._layer_bits(layer, self.kv)
+                total += bits.num_kv_heads * (bits.keys.row_bytes + bits.values.row_bytes)
+        return total
+
+    def exact_bytes(self, tokens: int) -> int:
+        """Bytes at 16 bits, layers with a window holding no more than it."""
+        return sum(_row_bytes(layer) * _visible(layer, tokens) for layer in self.layers)
+
+    def stored_bytes(self, tokens: int) -> int:
+        """Bytes of what has to be stored under `kv`: codes, scales, sinks, mean tail, means; windows at 16 bits."""
+        if self.kv is None:
+            return self.exact_bytes(tokens)
+        total = 0.0
+        for layer in self.layers:
+            if layer.packable:
+                total += self._layer_bits(layer, self.kv).bits(tokens, MEAN_TAIL) / 8
+            else:
+                total += _row_bytes(layer) * _visible(layer, tokens)
+        return round(total)
+
+    def held_bytes(self, tokens: int, element_bytes: int = _EXACT_BYTES) -> int:
+        """Bytes taken from the system at `tokens` tokens: packed rows come in slabs, exact ones in blocks.
+
+        element_bytes: of the model's dtype, in which exact rows are kept.
+        """
+        exact = element_bytes / _EXACT_BYTES
+        total = 0.0
+        for layer in self.layers:
+            if layer.packable and self.kv is not None:
+                bits = self._layer_bits(layer, self.kv)
+                blocks = -(-tokens // BLOCK)
+                slab = slab_blocks(blocks)
+                packed = bits.num_kv_heads * (bits.keys.row_bytes + bits.values.row_bytes)
+                total += -(-blocks // slab) * slab * BLOCK * packed
+                total += (BLOCK + self.kv.sinks) * _row_bytes(layer) * exact
+            else:
+                total += _row_bytes(layer) * _visible(layer, tokens) * exact
+        return round(total)
+
+    def prompt_bytes(self, tokens: int, element_bytes: int = _EXACT_BYTES) -> int:
+        """Bytes of a prompt kept exact in the full-attention layers until it is packed; 0 where it never is."""
+        if self.kv is None or self.kv.prefill != "deferred":
+            return 0
+        return self.exact_per_token() * tokens * element_bytes // _EXACT_BYTES
+
+    def _layer_bits(self, layer: LayerGeometry, kv: KVCacheConfig) -> LayerBits:
+        keys, values = kv.stream_formats(layer.head_dim, layer.head_dim)
+        means = layer.num_kv_heads * layer.head_dim if kv.mean else 0
+        return LayerBits(keys, values, layer.num_kv_heads, kv.sinks, kv.tail, means)
+
+
+def _row_bytes(layer: LayerGeometry) -> int:
+    return 2 * layer.num_kv_heads * layer.head_dim * _EXACT_BYTES
+
+
+def _visible(layer: LayerGeometry, tokens: int) -> int:
+    return min(tokens, layer.window) if layer.window else tokens

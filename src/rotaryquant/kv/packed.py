@@ -1,0 +1,324 @@
+"""One layer's cache: exact rows first, packed blocks behind them.
+
+New tokens are staged exactly. Once they may be packed (never before their row's pads are known), they move into
+blocks. What is packed when is decided here alone:
+- with a tail, a block is packed when the first token after it arrives; without one, tokens are packed at once;
+- while a prompt is being read, its newest chunk stays exact; in deferred mode the whole prompt does;
+- with a block-0 mean or protection, nothing is packed before the first block is complete.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from rotaryquant.config import KVCacheConfig
+from rotaryquant.formats.kv import BLOCK
+from rotaryquant.kv import protect
+from rotaryquant.kv.blocks import Row
+from rotaryquant.kv.dense import DenseRows
+from rotaryquant.kv.rows import PackedRows
+from rotaryquant.ops.streams import CacheView
+
+_log = logging.getLogger(__name__)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _ordinary_tensors(
+    method: "Callable[Concatenate[PackedLayer, _P], _R]",
+) -> "Callable[Concatenate[PackedLayer, _P], _R]":
+    """Run a method so that what it stores can be edited later in any mode.
+
+    A tensor made under `torch.inference_mode()` could not be written outside it, and a prompt is often read inside.
+    """
+
+    @functools.wraps(method)
+    def run(self: "PackedLayer", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+class PackedLayer(PackedRows):
+    """Keys and values of one full-attention layer for a batch of sequences.
+
+    config: how to keep them. layer: its number in the model, which seeds its rotations. max_tokens: if given,
+    room for that many columns is taken at the first update and never grows. slow: bool [key_width], coordinates
+    that RoPE hardly turns, over which a mean may be removed; None for all.
+    """
+
+    def __init__(
+        self, config: KVCacheConfig, layer: int, max_tokens: int | None = None, slow: Tensor | None = None
+    ) -> None:
+        super().__init__(layer, max_tokens)
+        self.config = config
+        self.slow = slow
+        self.columns = 0  # padded length of the batch
+        self.dense = DenseRows(config.sinks)
+        self.finding: protect.Finding | None = None
+        self.prefilling = False  # a prompt is declared as being read (deferred mode keeps all of it exact)
+        self.pads_known = False
+        self.exact_newest = False  # the newest columns belong to a prompt chunk
+        self._fresh = 0  # columns of the newest update
+        self._query_energy: Tensor | None = None  # running sum of |q|², [num_kv_heads]
+        self._query_rows = 0
+        self._scale = 1.0
+
+    # ---- what the model sees -------------------------------------------------------------------------------
+
+    @_ordinary_tensors
+    def update(self, keys: Tensor, values: Tensor) -> None:
+        """Stage the keys and values of new columns.
+
+        keys, values: [batch, num_kv_heads, columns, width] after RoPE. Raises ValueError where batch, heads or
+        widths differ from what the layer holds, or `max_tokens` would be exceeded.
+        """
+        self._check_shapes(keys, values)
+        if not self.rows:
+            self.rows = [Row() for _ in range(keys.shape[0])]
+        prompt = self.prefilling or self.columns == 0
+        if not (self.prefilling and self.config.prefill == "deferred"):
+            self.pack_ready()
+        self.exact_newest = prompt
+        self.dense.append(keys, values)
+        self._fresh = keys.shape[2]
+        self.columns += self._fresh
+
+    @_ordinary_tensors
+    def settle(self, pads: list[int] | None) -> None:
+        """Tell the layer the left pads of each row, after `update` and before `view`.
+
+        Raises ValueError if they differ from those of earlier columns.
+        """
+        before = self.columns - self._fresh
+        for index, row in enumerate(self.rows):
+            pad = pads[index] if pads is not None else row.pad
+            if pad != row.pad and row.pad < before:
+                raise ValueError(
+                    f"layer {self.layer}: attention_mask gives row {index} {pad} left pads, but the cache was filled "
+                    f"with {row.pad}; pass the mask of the whole sequence, padded on the left"
+                )
+            row.pad = pad  # a row without tokens so far may still turn out to be padded further
+        self.pads_known = True
+        self._place(self.dense.count - self._fresh)
+        if not self.config.tail and not self.exact_newest:
+            self.pack_ready()
+
+    @_ordinary_tensors
+    def observe(self, queries: Tensor, scale: float) -> None:
+        """Let protection see queries [batch, num_heads, rows, key_width] while a row waits for its first packing."""
+        if all(row.packed_len > 0 for row in self.rows):
+            return
+        batch, heads, rows, _ = queries.shape
+        kv_heads = self.dense.staged()[0].shape[1]
+        energy = queries.float().square().sum(-1).view(batch, kv_heads, heads // kv_heads, rows).sum((0, 3)).amax(-1)
+        self._query_energy = energy if self._query_energy is None else self._query_energy + energy
+        self._query_rows += batch * rows
+        self._scale = scale
+
+    def begin_prefill(self) -> None:
+        """Declare that the updates to come are one prompt."""
+        self.prefilling = True
+
+    @_ordinary_tensors
+    def end_prefill(self) -> None:
+        """The prompt is over: pack what may be packed."""
+        self.prefilling = False
+        self.exact_newest = False
+        self.pack_ready()
+
+    def seq_lens(self) -> list[int]:
+        """Tokens of each row, its pads not counted."""
+        return [max(0, self.columns - row.pad) for row in self.rows]
+
+    @property
+    def key_noise(self) -> float:
+        """Relative squared error of packed keys by which attention corrects their logits, 0 for none."""
+        if self.keys is None or self.keys.format.bits > 4 or self.keys.format.groups > 1:
+            return 0.0
+        return self.config.correct * protect.relative_error(self.keys.format.width, self.keys.format.bits)
+
+    def view(self) -> CacheView:
+        """What attention reads. Only for a layer that has packed rows."""
+        assert self.keys is not None
+        assert self.values is not None
+        keys, values, positions = self.dense.everything()
+        return CacheView(
+            self.keys.packed,
+            self.values.packed,
+            self._table,
+            torch.tensor([row.packed_len for row in self.rows], dtype=torch.int32),
+            torch.tensor([self.columns - row.pad for row in self.rows], dtype=torch.int32),
+            self.config.sinks,
+            keys,
+            values,
+            positions,
+        )
+
+    # ---- packing -------------------------------------------------------------------------------------------
+
+    def _packable_end(self, seq_len: int, packed_len: int) -> int:
+        if (self.config.mean or self.config.protect) and packed_len == 0 and seq_len < BLOCK:
+            return 0  # both are decided from a whole first block, so that the write route cannot matter
+        return seq_len // BLOCK * BLOCK if self.config.tail else seq_len
+
+    @_ordinary_tensors
+    def pack_ready(self) -> None:
+        """Move every staged token that may be packed into blocks, and drop its exact copy."""
+        if not self.pads_known or self.dense.count == 0:
+            return
+        begins = [row.packed_len for row in self.rows]
+        ends = [
+            max(row.packed_len, self._packable_end(max(0, self.dense.end - row.pad), row.packed_len))
+            for row in self.rows
+        ]
+        if begins == ends:
+            return
+        keys, values = self.dense.staged()
+        self._decide_formats(keys, values, begins, ends)
+        assert self.keys is not None
+        assert self.values is not None
+        self.take_blocks(ends)
+        self._choose_means(keys, begins, ends)
+        self.write(keys, values, self.dense.start, begins, ends)
+        for index, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            row = self.rows[index]
+            row.packed_len = end
+            if begin < self.config.sinks and end > begin:
+                self.dense.keep_sinks(index, row.pad, begin, min(end, self.config.sinks))
+        self._place(0)
+        self.dense.release(min(row.pad + row.packed_len for row in self.rows))
+
+    def _choose_means(self, keys: Tensor, begins: list[int], ends: list[int]) -> None:
+        """Fix the mean of rows whose first block is about to be packed."""
+        if not self.config.mean:
+            return
+        if self.means is None:
+            shape = (len(self.rows), keys.shape[1], keys.shape[3])
+            self.means = torch.zeros(shape, dtype=torch.bfloat16, device=keys.device)
+        for index, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            if begin == 0 and end >= BLOCK:
+                mean, _ = protect.dominating_mean(self._first_block(keys, index), self.config.tau, self.slow)
+                self.means[index] = mean.bfloat16()
+
+    def _first_block(self, keys: Tensor, index: int) -> Tensor:
+        """Staged keys of a row's first block after its sinks, fp32 [num_kv_heads, up to 128, width]."""
+        first = self.rows[index].pad - self.dense.start
+        block = keys[index, :, first : first + BLOCK].float()
+        return block[:, min(self.config.sinks, block.shape[1] // 2) :]
+
+    def _decide_formats(self, keys: Tensor, values: Tensor, begins: list[int], ends: list[int]) -> None:
+        """Judge rows before their first packing; the first of them also fix the keys' bits and open the stores."""
+        new = [i for i, (begin, end) in enumerate(zip(begins, ends, strict=True)) if begin == 0 and end > 0]
+        if new and (self.keys is None or self._query_energy is not None):
+            bits = self.config.key_bits if self.keys is None else self.keys.format.bits
+            finding = self._judge(keys, new, bits)
+            if self.keys is None:
+                self.finding = finding
+            elif finding.action == "exposed":
+                self.finding = finding
+                _log.warning(
+                    "layer %d: rows %s joined with keys that err by %.2g nats per logit at the %d bits chosen before",
+                    self.layer, new, finding.logit_error, bits,
+                )  # fmt: skip
+        if self.keys is None:
+            assert self.finding is not None
+            key_format, value_format = self.config.stream_formats(keys.shape[-1], values.shape[-1])
+            key_format = replace(key_format, bits=self.finding.bits)
+            blocks = sum(-(-end // BLOCK) for end in ends)
+            self.open_stores(key_format, value_format, keys.shape[1], keys.device, blocks)
+
+    def _judge(self, keys: Tensor, rows: list[int], bits: int) -> protect.Finding:
+        """What protection says of the worst of the given rows at `bits`."""
+        energies, heads = [], 0
+        for index in rows:
+            block = self._first_block(keys, index)
+            if self.config.mean:
+                mean, removed = protect.dominating_mean(block, self.config.tau, self.slow)
+                block, heads = block - mean[:, None, :], max(heads, removed)
+            energies.append(block.square().sum(-1).mean(1))
+        return protect.judge(
+            layer=self.layer,
+            mean_heads=heads,
+            query_energy=self._query_energy / self._query_rows if self._query_energy is not None else None,
+            key_energy=torch.stack(energies).amax(0),
+            scale=self._scale,
+            width=keys.shape[-1],
+            bits=bits,
+            limit=self.config.max_logit_error,
+            may_boost=self.config.protect and self.keys is None,
+        )
+
+    # ---- editing -------------------------------------------------------------------------------------------
+
+    @_ordinary_tensors
+    def crop(self, columns: int) -> None:
+        """Forget the newest `columns` columns; packed rows that stay are not coded again."""
+        if columns < 0:
+            raise ValueError(f"columns={columns} to crop must not be negative")
+        self.columns = max(0, self.columns - columns)
+        self._fresh = 0
+        for index, row in enumerate(self.rows):
+            seq_len = max(0, self.columns - row.pad)
+            self.truncate(row, seq_len)
+            self.dense.drop_sinks(index, seq_len)
+        self.dense.crop(self.columns)
+        self._publish_table()
+
+    @_ordinary_tensors
+    def select(self, index: Tensor) -> None:
+        """Keep rows `index` (int64 [new_batch], repeats allowed) in that order; rows that repeat share blocks."""
+        self.select_rows(index)
+        self.dense.select(index.to(self.dense.keys.device) if self.dense.keys is not None else index)
+
+    def reset(self) -> None:
+        """Forget everything, keep the configuration."""
+        self.__init__(self.config, self.layer, self.max_tokens, self.slow)  # type: ignore[misc]
+
+    def require_settled(self) -> None:
+        """Raise ValueError if newest columns still wait for their pads (between `update` and attention)."""
+        if self.rows and not self.pads_known:
+            raise ValueError(
+                f"layer {self.layer}: its newest keys have not been attended yet; finish the forward first"
+            )
+
+    def place_all(self) -> None:
+        """Recompute which exact rows are read, and publish the block table, after rows were put in from outside."""
+        self._place(0)
+        self._publish_table()
+
+    def _place(self, first: int) -> None:
+        self.dense.place([row.pad for row in self.rows], [row.packed_len for row in self.rows], first)
+
+    def _check_shapes(self, keys: Tensor, values: Tensor) -> None:
+        if keys.dim() != 4 or keys.shape[:3] != values.shape[:3]:
+            raise ValueError(
+                f"layer {self.layer}: keys {tuple(keys.shape)} and values {tuple(values.shape)} must be "
+                f"[batch, num_kv_heads, columns, width] and agree in all but width"
+            )
+        if self.rows and keys.shape[0] != len(self.rows):
+            raise ValueError(f"layer {self.layer}: batch {keys.shape[0]}, but the cache holds {len(self.rows)} rows")
+        if self.dense.keys is not None and self.dense.values is not None:
+            for name, new, held in (("keys", keys, self.dense.keys), ("values", values, self.dense.values)):
+                if new.shape[1] != held.shape[1] or new.shape[3] != held.shape[3]:
+                    raise ValueError(
+                        f"layer {self.layer}: {name} have {new.shape[1]} heads of {new.shape[3]}, the cache holds "
+                        f"{held.shape[1]} of {held.shape[3]}"
+                    )
+        if self.max_tokens is not None and self.columns + keys.shape[2] > self.max_tokens:
+            raise ValueError(
+                f"layer {self.layer}: {self.columns} + {keys.shape[2]} tokens exceed max_tokens={self.max_tokens}"
+            )
+
+    # ---- accounting ----------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for this layer, all tensors by storage."""
+        return self.packed_nbytes + self.dense.nbytes

@@ -1,0 +1,182 @@
+#include "arrays.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace rq {
+
+namespace {
+
+Dtype dtype_named(const std::string& name) {
+  if (name == "f32") return Dtype::f32;
+  if (name == "bf16") return Dtype::bf16;
+  if (name == "f16") return Dtype::f16;
+  if (name == "u8") return Dtype::u8;
+  if (name == "i32") return Dtype::i32;
+  return Dtype::other;  // which no kernel takes: the check that names the array refuses it
+}
+
+std::string text(const std::vector<int64_t>& numbers) {
+  std::string out = "[";
+  for (size_t i = 0; i < numbers.size(); i++) out += (i ? ", " : "") + std::to_string(numbers[i]);
+  return out + "]";
+}
+
+std::vector<float> copy_floats(const Array& array, const char* name, const std::vector<int64_t>& shape) {
+  array.of_type(name, Dtype::f32).of_shape(name, shape).contiguous(name);
+  int64_t count = 1;
+  for (int64_t size : shape) count *= size;
+  const float* data = array.at<const float>();
+  return std::vector<float>(data, data + count);
+}
+
+}  // namespace
+
+void refuse(const std::string& message) { throw std::invalid_argument(message); }
+
+void require(bool ok, const char* message) {
+  if (!ok) refuse(message);
+}
+
+Array::Array(uint64_t address_, const std::string& dtype_, std::vector<int64_t> shape_, std::vector<int64_t> strides_)
+    : address(static_cast<uintptr_t>(address_)),
+      dtype(dtype_named(dtype_)),
+      shape(std::move(shape_)),
+      strides(std::move(strides_)) {
+  require(shape.size() == strides.size(), "an array's shape and strides differ in length");
+  for (int64_t size : shape) require(size >= 0, "an array has a negative size");
+  for (int64_t stride : strides) require(stride >= 0, "an array has a negative stride");
+}
+
+const Array& Array::of_type(const char* name, Dtype wanted) const {
+  if (dtype != wanted) refuse(std::string(name) + " has the wrong dtype");
+  return *this;
+}
+
+const Array& Array::of_shape(const char* name, const std::vector<int64_t>& wanted) const {
+  if (shape != wanted) refuse(std::string(name) + " has shape " + text(shape) + "; wanted " + text(wanted));
+  return *this;
+}
+
+const Array& Array::contiguous(const char* name) const {
+  int64_t stride = 1;
+  for (size_t i = shape.size(); i-- > 0;) {
+    if (shape[i] == 0) return *this;
+    if (shape[i] > 1 && strides[i] != stride) refuse(std::string(name) + " is not contiguous");
+    stride *= shape[i];
+  }
+  return *this;
+}
+
+const Array& Array::last_contiguous(const char* name) const {
+  if (shape.empty() || (shape.back() > 1 && strides.back() != 1)) {
+    refuse(std::string(name) + " has a last dimension that is not contiguous");
+  }
+  return *this;
+}
+
+Rows Array::rows() const {
+  Rows rows;
+  rows.data = at<const void>();
+  rows.dtype = dtype;
+  rows.batch_stride = strides[0];
+  rows.head_stride = strides[1];
+  rows.row_stride = strides[2];
+  return rows;
+}
+
+Rotations::Rotations(int64_t width, int64_t heads, int64_t power, const Array& base_, const OptionalArray& signs_,
+                     const OptionalArray& blocks_, const OptionalArray& matrix_) {
+  require(width >= 8 && width <= kMaxWidth && width % 8 == 0, "rotation: width is out of range");
+  require(heads >= 1, "rotation: num_kv_heads is out of range");
+  require(base_.shape.size() == 2, "rotation: base is not a matrix");
+  shape.width = width;
+  shape.heads = heads;
+  shape.power = power;
+  shape.order = base_.shape[0];
+  require(power == 0 || (power > 0 && (power & (power - 1)) == 0 && power * shape.order == width && shape.order <= 28),
+          "rotation: no Hadamard matrix of this width");
+  base = copy_floats(base_, "rotation: base", {shape.order, shape.order});
+  if (signs_) signs = copy_floats(*signs_, "rotation: signs", {heads, width});
+  if (blocks_) blocks = copy_floats(*blocks_, "rotation: blocks", {heads, width / 4, 4, 4});
+  if (matrix_) matrix = copy_floats(*matrix_, "rotation: matrix", {heads, width, width});
+}
+
+Rotation Rotations::tables() const {
+  Rotation r = shape;
+  r.base = base.data();
+  r.signs = signs.empty() ? nullptr : signs.data();
+  r.blocks = blocks.empty() ? nullptr : blocks.data();
+  r.matrix = matrix.empty() ? nullptr : matrix.data();
+  return r;
+}
+
+Codec make_codec(int64_t width, int64_t bits, const std::string& rule, int64_t group, const std::string& scale_dtype,
+                 double unit, const Array& levels, const Array& boundaries) {
+  Codec c;
+  require(width >= 8 && width <= kMaxWidth && width % 8 == 0, "codec: width is out of range");
+  require(bits == 2 || bits == 3 || bits == 4 || bits == 8, "codec: bits must be 2, 3, 4 or 8");
+  require(group == width || (group == 64 && width % 64 == 0), "codec: scale_group must be the width or 64");
+  require(rule == "score" || rule == "value" || rule == "norm", "codec: scale_rule is unknown");
+  c.width = width;
+  c.bits = bits;
+  c.group = group;
+  c.rule = rule == "score" ? Rule::score : rule == "value" ? Rule::value : Rule::norm;
+  c.scale_dtype = dtype_named(scale_dtype);
+  require(c.scale_dtype == Dtype::bf16 || c.scale_dtype == Dtype::f16, "codec: scale_dtype must be bf16 or fp16");
+  c.unit = static_cast<float>(unit);
+  const int64_t count = int64_t{1} << bits;
+  const float* level = levels.of_type("codec: levels", Dtype::f32).of_shape("codec: levels", {count})
+                           .contiguous("codec: levels").at<const float>();
+  if (bits == 8) {
+    for (int64_t i = 0; i < count; i++) {
+      require(level[i] == static_cast<float>(i - 128), "codec: the levels of 8 bits must be -128 .. 127");
+    }
+    return c;
+  }
+  const float* bound = boundaries.of_type("codec: boundaries", Dtype::f32)
+                           .of_shape("codec: boundaries", {count - 1}).contiguous("codec: boundaries")
+                           .at<const float>();
+  std::copy(level, level + count, c.levels);
+  std::copy(bound, bound + count - 1, c.boundaries);
+  return c;
+}
+
+Slabs::Slabs(const Codec& codec, int64_t blocks_per_slab, const OptionalArray& code_slab,
+             const OptionalArray& scale_slab, const std::vector<uint64_t>& code_addresses,
+             const std::vector<uint64_t>& scale_addresses)
+    : heads(0) {
+  require(blocks_per_slab >= 1, "stream: blocks_per_slab must be positive");
+  require(code_addresses.size() == scale_addresses.size(), "stream: codes and scales differ in their number of slabs");
+  layout.codec = codec;
+  layout.blocks_per_slab = blocks_per_slab;
+  if (code_addresses.empty()) return;
+  require(code_slab && scale_slab, "stream: slabs without a shape");
+  const Array &c = *code_slab, &s = *scale_slab;
+  require(c.shape.size() == 4, "stream: codes must be [blocks, heads, 128, bytes]");
+  heads = c.shape[1];
+  c.of_type("stream: codes", Dtype::u8).last_contiguous("stream: codes")
+      .of_shape("stream: codes", {blocks_per_slab, heads, kBlock, codec.code_bytes()});
+  s.of_type("stream: scales", codec.scale_dtype)
+      .of_shape("stream: scales", {blocks_per_slab, heads, kBlock, codec.groups()});
+  // Rows must not overlap: kernels may read a few bytes past a row as long as more rows follow it.
+  require(c.strides[2] >= codec.code_bytes(), "stream: rows of codes overlap");
+  for (uint64_t address : code_addresses) codes.push_back(reinterpret_cast<uint8_t*>(address));
+  for (uint64_t address : scale_addresses) scales.push_back(reinterpret_cast<uint16_t*>(address));
+  layout.code_block = c.strides[0];
+  layout.code_head = c.strides[1];
+  layout.code_row = c.strides[2];
+  layout.scale_block = s.strides[0];
+  layout.scale_head = s.strides[1];
+  layout.scale_row = s.strides[2];
+  layout.scale_group = s.strides[3];
+}
+
+Stream Slabs::stream() const {
+  Stream out = layout;
+  out.codes = codes.data();
+  out.scales = scales.data();
+  return out;
+}
+
+}  // namespace rq

@@ -1,0 +1,67 @@
+// What Python hands over: arrays by address, shape and strides, and the checks that keep every kernel inside them.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace rq {
+
+struct Array {
+  Array(uint64_t address, const std::string& dtype, std::vector<int64_t> shape, std::vector<int64_t> strides);
+
+  // Each raises std::invalid_argument naming the field where the array is not what the kernels need.
+  const Array& of_type(const char* name, Dtype wanted) const;
+  const Array& of_shape(const char* name, const std::vector<int64_t>& wanted) const;
+  const Array& contiguous(const char* name) const;
+  const Array& last_contiguous(const char* name) const;
+
+  template <typename T>
+  T* at() const {
+    return reinterpret_cast<T*>(address);
+  }
+  Rows rows() const;
+
+  uintptr_t address;
+  Dtype dtype;
+  std::vector<int64_t> shape, strides;
+};
+
+using OptionalArray = std::optional<Array>;
+
+// A rotation with tables of its own.
+struct Rotations {
+  Rotations(int64_t width, int64_t heads, int64_t power, const Array& base, const OptionalArray& signs,
+            const OptionalArray& blocks, const OptionalArray& matrix);
+
+  Rotation tables() const;  // points into this object, which must outlive it
+
+  Rotation shape;
+  std::vector<float> base, signs, blocks, matrix;  // empty: none
+};
+
+Codec make_codec(int64_t width, int64_t bits, const std::string& rule, int64_t group, const std::string& scale_dtype,
+                 double unit, const Array& levels, const Array& boundaries);
+
+// Slabs of packed rows, with the lists of their addresses.
+struct Slabs {
+  // code_slab, scale_slab: shape and strides that all slabs share; absent where there are none.
+  Slabs(const Codec& codec, int64_t blocks_per_slab, const OptionalArray& code_slab, const OptionalArray& scale_slab,
+        const std::vector<uint64_t>& code_addresses, const std::vector<uint64_t>& scale_addresses);
+
+  Stream stream() const;  // points into this object, which must outlive it
+  int64_t num_blocks() const { return static_cast<int64_t>(codes.size()) * layout.blocks_per_slab; }
+
+  Stream layout;
+  int64_t heads;  // 0 where there are no slabs
+  std::vector<uint8_t*> codes;
+  std::vector<uint16_t*> scales;
+};
+
+[[noreturn]] void refuse(const std::string& message);
+void require(bool ok, const char* message);
+
+}  // namespace rq

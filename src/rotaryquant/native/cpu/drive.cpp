@@ -1,0 +1,202 @@
+#include "drive.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+
+#include "pool.h"
+
+namespace rq {
+
+namespace {
+
+constexpr int64_t kRowsPerUnit = 64;
+
+// Below this many values handled by a loop, waking another thread costs more than it saves.
+constexpr int64_t kWorthAThread = 1 << 16;
+
+int worthwhile(int threads, int64_t values) {
+  return static_cast<int>(std::min<int64_t>(threads, values / kWorthAThread + 1));
+}
+
+int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+void run_row_chunks(int64_t rows, int64_t width, int threads, const std::function<void(int64_t, int64_t)>& chunk) {
+  parallel_for(divide_up(rows, kRowsPerUnit), worthwhile(threads, rows * width), [&](int64_t i) {
+    const int64_t first = i * kRowsPerUnit;
+    chunk(first, std::min(kRowsPerUnit, rows - first));
+  });
+}
+
+// Sums of a row's shares on a common maximum, the learned sink logit in the denominator, divided by it.
+void join_row(const AttentionArgs& args, const AttentionPart* parts, int64_t shares, int64_t row, int64_t head,
+              int64_t index) {
+  const int64_t width = args.values.codec.width;
+  constexpr float kNothing = -std::numeric_limits<float>::infinity();
+  float top = kNothing;
+  bool seen = false;
+  for (int64_t s = 0; s < shares; s++) {
+    top = std::max(top, parts[s].top[row]);
+    seen = seen || !(parts[s].total[row] == 0);
+  }
+  float* out = args.out + index * width;
+  float* dense_out = args.dense_out ? args.dense_out + index * width : nullptr;
+  std::fill(out, out + width, 0.0f);
+  if (dense_out) std::fill(dense_out, dense_out + width, 0.0f);
+  if (!seen) return;
+  const float common = args.sink_logits ? std::max(top, args.sink_logits[head]) : top;
+  const float base = common == kNothing ? 0.0f : common;
+  float total = args.sink_logits ? std::exp(args.sink_logits[head] - base) : 0.0f;
+  for (int64_t s = 0; s < shares; s++) total += parts[s].total[row] * std::exp(parts[s].top[row] - base);
+  for (int64_t s = 0; s < shares; s++) {
+    const float factor = std::exp(parts[s].top[row] - base) / total;
+    if (factor == 0) continue;
+    for (int64_t i = 0; i < width; i++) out[i] += parts[s].out[row * width + i] * factor;
+    if (!dense_out || !parts[s].dense_out) continue;
+    for (int64_t i = 0; i < width; i++) dense_out[i] += parts[s].dense_out[row * width + i] * factor;
+  }
+}
+
+void join(const AttentionArgs& args, const AttentionUnit& unit, const AttentionPart* parts, int64_t shares) {
+  const int64_t group = args.heads / args.kv_heads;
+  for (int64_t r = 0; r < unit.count; r++) {
+    const int64_t head = unit.kv_head * group + (unit.first + r) % group, row = (unit.first + r) / group;
+    join_row(args, parts, shares, r, head, (unit.batch * args.heads + head) * args.rows + row);
+  }
+}
+
+int64_t part_floats(const AttentionArgs& args, int64_t count) {
+  return count * (2 + args.values.codec.width * (args.dense_out ? 2 : 1));
+}
+
+AttentionPart part_at(const AttentionArgs& args, int64_t count, float* at) {
+  AttentionPart part;
+  part.top = at;
+  part.total = at + count;
+  part.out = at + 2 * count;
+  part.dense_out = args.dense_out ? part.out + count * args.values.codec.width : nullptr;
+  return part;
+}
+
+int64_t packed_blocks(const AttentionArgs& args, int64_t batch) {
+  return args.packed ? divide_up(args.packed_lens[batch], kBlock) : 0;
+}
+
+std::vector<AttentionUnit> tiles(const AttentionArgs& args) {
+  std::vector<AttentionUnit> units;
+  const int64_t queries = args.rows * (args.heads / args.kv_heads);
+  for (int64_t b = 0; b < args.batch; b++) {
+    for (int64_t h = 0; h < args.kv_heads; h++) {
+      for (int64_t first = 0; first < queries; first += kTile) {
+        const int64_t count = std::min(kTile, queries - first);
+        units.push_back({b, h, first, count, 0, packed_blocks(args, b), true});
+      }
+    }
+  }
+  return units;
+}
+
+// Shares of each tile's keys, where there are too few tiles to keep all threads busy to the end; at least 8 blocks
+// a share.
+int64_t shares_per_tile(const AttentionArgs& args, int64_t num_tiles, int threads) {
+  const int64_t wanted = threads > 1 ? 4 * threads : 1;
+  if (num_tiles >= wanted) return 1;
+  int64_t longest = 0;
+  for (int64_t b = 0; b < args.batch; b++) longest = std::max(longest, packed_blocks(args, b));
+  return std::max<int64_t>(1, std::min(divide_up(wanted, num_tiles), longest / 8));
+}
+
+// Values a call handles: unpacking every key counts once, its products once per four query rows.
+int64_t attention_values(const AttentionArgs& args) {
+  int64_t keys = args.batch * args.dense_rows;
+  for (int64_t b = 0; b < args.batch; b++) keys += packed_blocks(args, b) * kBlock;
+  return keys * args.keys.codec.width * (args.kv_heads + args.heads * args.rows / 4);
+}
+
+}  // namespace
+
+void run_rotate(const RotateArgs& args, int threads) {
+  const Kernels& kernel = rq::kernels();
+  const int64_t heads = args.rotation.heads, chunks = divide_up(args.rows, kRowsPerUnit);
+  const int64_t values = args.batch * heads * args.rows * args.rotation.width;
+  const int64_t scratch = kernel.row_scratch(args.rotation.width);
+  parallel_for(args.batch * heads * chunks, worthwhile(threads, values), [&](int64_t i) {
+    const int64_t first = i % chunks * kRowsPerUnit, pair = i / chunks;
+    kernel.rotate(args, pair / heads, pair % heads, first, std::min(kRowsPerUnit, args.rows - first),
+                  thread_scratch(scratch));
+  });
+}
+
+void run_quantize(const QuantizeArgs& args, int64_t rows, int threads) {
+  const Kernels& kernel = rq::kernels();
+  const int64_t scratch = kernel.row_scratch(args.codec.width);
+  run_row_chunks(rows, args.codec.width, threads, [&](int64_t first, int64_t count) {
+    kernel.quantize(args, first, count, thread_scratch(scratch));
+  });
+}
+
+void run_repack(const RepackArgs& args, int64_t rows, int threads) {
+  const Kernels& kernel = rq::kernels();
+  run_row_chunks(rows, args.width, threads,
+                 [&](int64_t first, int64_t count) { kernel.repack(args, first, count); });
+}
+
+int64_t run_append(const AppendArgs& args, const std::vector<AppendUnit>& units, int threads) {
+  const Kernels& kernel = rq::kernels();
+  const int64_t scratch = kernel.row_scratch(args.rotation.width);
+  constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
+  std::atomic<int64_t> first_bad{kNone};  // orders by batch row, then inputs before scales, then head
+  int64_t rows = 0;
+  for (const AppendUnit& unit : units) rows += unit.count;
+  parallel_for(static_cast<int64_t>(units.size()), worthwhile(threads, rows * args.rotation.width), [&](int64_t i) {
+    const AppendUnit& unit = units[static_cast<size_t>(i)];
+    const Met met = kernel.append(args, unit, thread_scratch(scratch));
+    if (met == Met::nothing) return;
+    const int64_t rank = (2 * unit.batch + (met == Met::bad_scale)) * args.heads + unit.head;
+    int64_t known = first_bad.load();
+    while (rank < known && !first_bad.compare_exchange_weak(known, rank)) {
+    }
+  });
+  const int64_t rank = first_bad.load();
+  if (rank == kNone) return -1;
+  return rank / (2 * args.heads) * args.heads + rank % args.heads;
+}
+
+void run_attention(const AttentionArgs& args, int threads) {
+  const Kernels& kernel = rq::kernels();
+  const std::vector<AttentionUnit> units = tiles(args);
+  const int64_t num_tiles = static_cast<int64_t>(units.size());
+  threads = worthwhile(threads, attention_values(args));
+  const int64_t scratch = kernel.attention_scratch(args);
+  const int64_t shares = shares_per_tile(args, num_tiles, threads);
+  if (shares == 1) {
+    const int64_t part_bytes = part_floats(args, kTile) * static_cast<int64_t>(sizeof(float));
+    parallel_for(num_tiles, threads, [&](int64_t i) {
+      // Last tiles first: under a causal order they see the most keys.
+      const AttentionUnit& unit = units[static_cast<size_t>(num_tiles - 1 - i)];
+      char* memory = thread_scratch(scratch + part_bytes + 64);
+      const AttentionPart part = part_at(args, unit.count, reinterpret_cast<float*>(memory));
+      kernel.attention(args, unit, part, memory + (part_bytes + 63) / 64 * 64);
+      join(args, unit, &part, 1);
+    });
+    return;
+  }
+  const int64_t stride = part_floats(args, kTile);
+  std::vector<float> memory(static_cast<size_t>(num_tiles * shares * stride));
+  std::vector<AttentionPart> parts(static_cast<size_t>(num_tiles * shares));
+  parallel_for(num_tiles * shares, threads, [&](int64_t i) {
+    AttentionUnit unit = units[static_cast<size_t>(i / shares)];
+    const int64_t share = i % shares, blocks = unit.block_end;
+    unit.block_begin = blocks * share / shares;
+    unit.block_end = blocks * (share + 1) / shares;
+    unit.dense = share == shares - 1;
+    parts[static_cast<size_t>(i)] = part_at(args, unit.count, memory.data() + i * stride);
+    kernel.attention(args, unit, parts[static_cast<size_t>(i)], thread_scratch(scratch));
+  });
+  for (int64_t i = 0; i < num_tiles; i++) {
+    join(args, units[static_cast<size_t>(i)], &parts[static_cast<size_t>(i * shares)], shares);
+  }
+}
+
+}  // namespace rq

@@ -1,0 +1,170 @@
+// What the kernels are given: plain numbers and addresses, already checked (module.cpp), and the table of kernels
+// of one instruction set. Offsets are elements of the array they belong to, always 64-bit.
+#pragma once
+
+#include <cstdint>
+
+namespace rq {
+
+constexpr int64_t kBlock = 128;      // positions in a block (formats/kv.py)
+constexpr int64_t kMaxWidth = 1024;  // widest row; fixes the size of the kernels' own buffers
+
+enum class Dtype { f32, bf16, f16, u8, i32, other };
+enum class Rule { score, value, norm };
+enum class Step { pack, unpack, unpack_sealed, seal, unseal };
+
+// Rows [batch, head, row, width] with the last dimension contiguous.
+struct Rows {
+  const void* data = nullptr;
+  Dtype dtype = Dtype::f32;
+  int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
+};
+
+struct Rotation {
+  int64_t width = 0, heads = 0;
+  int64_t power = 0, order = 1;   // Hadamard = Sylvester(power) x base [order, order]; power 0: none
+  const float* base = nullptr;    // entries +1 and -1
+  const float* signs = nullptr;   // [heads, width] or null
+  const float* blocks = nullptr;  // [heads, width / 4, 4, 4] or null
+  const float* matrix = nullptr;  // [heads, width, width] or null; replaces the rest
+};
+
+struct Codec {
+  int64_t width = 0, bits = 0, group = 0;
+  Rule rule = Rule::norm;
+  Dtype scale_dtype = Dtype::bf16;
+  float unit = 0;
+  float levels[16] = {};      // up to 4 bits; at 8 bits a level is its code - 128
+  float boundaries[16] = {};  // 2^bits - 1 of them
+  int64_t groups() const { return width / group; }
+  int64_t code_bytes() const { return width * bits / 8; }
+};
+
+// Packed rows: block b at slab b / blocks_per_slab, all slabs with the same strides. Scales count in elements.
+struct Stream {
+  Codec codec;
+  int64_t blocks_per_slab = 1;
+  uint8_t* const* codes = nullptr;
+  uint16_t* const* scales = nullptr;
+  int64_t code_block = 0, code_head = 0, code_row = 0;
+  int64_t scale_block = 0, scale_head = 0, scale_row = 0, scale_group = 1;
+
+  uint8_t* code_rows(int64_t block, int64_t head) const {
+    return codes[block / blocks_per_slab] + block % blocks_per_slab * code_block + head * code_head;
+  }
+  uint16_t* scale_rows(int64_t block, int64_t head) const {
+    return scales[block / blocks_per_slab] + block % blocks_per_slab * scale_block + head * scale_head;
+  }
+};
+
+struct RotateArgs {
+  Rotation rotation;
+  Rows x;
+  float* out;  // [batch, heads, rows, width], contiguous
+  int64_t batch, rows;
+  bool inverse;
+};
+
+struct QuantizeArgs {
+  Codec codec;
+  const float* y;    // [rows, width]
+  uint8_t* codes;    // [rows, width]
+  uint16_t* scales;  // [rows, groups]
+};
+
+struct RepackArgs {
+  Step step;
+  int64_t bits, width;
+  const uint8_t* in;
+  uint8_t* out;
+};
+
+struct AppendArgs {
+  Rotation rotation;
+  Stream stream;
+  Rows x;
+  Rows mean;  // one row per batch row and head; data null: none
+  int64_t heads;
+};
+
+// Rows of one head and batch row that go into one block.
+struct AppendUnit {
+  int64_t batch, head, source, count, block, offset;
+};
+
+// What a unit met: nothing, a non-finite input row, or a scale that its type cannot hold.
+enum class Met { nothing, bad_scale, bad_input };
+
+struct AttentionArgs {
+  int64_t batch, heads, kv_heads, rows;  // heads = group * kv_heads
+  const float *q, *q_rotated;            // [batch, heads, rows, key width], contiguous
+  Stream keys, values;
+  bool packed;  // whether there are packed rows at all
+  const int32_t *block_table, *packed_lens, *seq_lens;
+  int64_t max_blocks;
+  int64_t num_sinks;
+  Rows dense_keys, dense_values;  // data null: none
+  const int32_t* dense_positions;
+  int64_t dense_rows;
+  float scale, softcap;
+  bool causal;
+  int64_t window;
+  const float* sink_logits;  // [heads] or null
+  const float* key_bias;     // [batch, heads, rows] or null
+  const uint8_t* mask;       // null: none
+  // Lowering of packed logits for the noise of their codes: by noise_query · |scale · q|² · (row scale)² less
+  // noise_score · (scale · q·k)², where positive. Both 0: none.
+  float noise_query, noise_score;
+  int64_t mask_batch, mask_head, mask_row, mask_column;
+  float *out, *dense_out;  // [batch, heads, rows, value width]; dense_out null: none
+};
+
+// One tile of query rows of one batch row and KV head, over one share of its keys. Query row t of a KV head is
+// row t / group of head t % group, so that a tile spans few positions.
+struct AttentionUnit {
+  int64_t batch, kv_head, first, count;  // query rows [first, first + count)
+  int64_t block_begin, block_end;        // packed blocks
+  bool dense;                            // whether the dense rows belong to this share
+};
+
+// Softmax state of a share, for merging: `out` and `dense_out` not yet divided by `total`.
+struct AttentionPart {
+  float *top, *total;      // [count]
+  float *out, *dense_out;  // [count, value width]
+};
+
+constexpr int64_t kTile = 64;  // query rows of a unit at most
+
+struct Kernels {
+  const char* name;
+  // Scratch bytes for `rotate`, `append` and `quantize`; for `attention`.
+  int64_t (*row_scratch)(int64_t width);
+  int64_t (*attention_scratch)(const AttentionArgs&);
+  void (*rotate)(const RotateArgs&, int64_t batch, int64_t head, int64_t first, int64_t count, char* scratch);
+  void (*quantize)(const QuantizeArgs&, int64_t first, int64_t count, char* scratch);
+  void (*repack)(const RepackArgs&, int64_t first, int64_t count);
+  Met (*append)(const AppendArgs&, const AppendUnit&, char* scratch);
+  void (*attention)(const AttentionArgs&, const AttentionUnit&, const AttentionPart&, char* scratch);
+};
+
+// The kernels compiled for each instruction set; only those this build has are defined.
+namespace base {
+const Kernels& kernels();
+}
+namespace v3 {
+const Kernels& kernels();
+}
+namespace v4 {
+const Kernels& kernels();
+}
+
+// The kernels in use: the best for this processor until `use` names others.
+const Kernels& kernels();
+
+// Names of the instruction sets that both this build and this processor have, best first, null-terminated.
+const char* const* available();
+
+// Switches to one of them; false where it is not available.
+bool use(const char* name);
+
+}  // namespace rq

@@ -1,0 +1,256 @@
+// rotaryquant._native: the Python face of the CPU kernels. Every range is checked here, before any kernel runs.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+
+#include "arrays.h"
+#include "drive.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace rq {
+namespace {
+
+using Release = nb::call_guard<nb::gil_scoped_release>;
+
+constexpr int64_t kMaxPosition = INT32_MAX;
+
+void check_float_rows(const char* name, const Array& x, const std::vector<int64_t>& shape) {
+  x.of_shape(name, shape).last_contiguous(name);
+  const bool floats = x.dtype == Dtype::f32 || x.dtype == Dtype::bf16 || x.dtype == Dtype::f16;
+  if (!floats) refuse(std::string(name) + " is not a float tensor");
+}
+
+void py_rotate(const Array& x, const Array& out, const Rotations& rotations, bool inverse, int threads) {
+  require(x.shape.size() == 4, "x must be [batch, heads, rows, width]");
+  const Rotation rotation = rotations.tables();
+  check_float_rows("x", x, {x.shape[0], rotation.heads, x.shape[2], rotation.width});
+  out.of_type("out", Dtype::f32).of_shape("out", x.shape).contiguous("out");
+  run_rotate({rotation, x.rows(), out.at<float>(), x.shape[0], x.shape[2], inverse}, threads);
+}
+
+void py_quantize(const Array& y, const Codec& codec, const Array& codes, const Array& scales, int threads) {
+  require(y.shape.size() == 2, "y must be [rows, width]");
+  const int64_t rows = y.shape[0];
+  y.of_type("y", Dtype::f32).of_shape("y", {rows, codec.width}).contiguous("y");
+  codes.of_type("codes", Dtype::u8).of_shape("codes", {rows, codec.width}).contiguous("codes");
+  scales.of_type("scales", codec.scale_dtype).of_shape("scales", {rows, codec.groups()}).contiguous("scales");
+  run_quantize({codec, y.at<const float>(), codes.at<uint8_t>(), scales.at<uint16_t>()}, rows, threads);
+}
+
+Step step_named(const std::string& name) {
+  if (name == "pack") return Step::pack;
+  if (name == "unpack") return Step::unpack;
+  if (name == "unpack_sealed") return Step::unpack_sealed;
+  if (name == "seal") return Step::seal;
+  if (name == "unseal") return Step::unseal;
+  refuse("step=" + name + " is unknown");
+}
+
+void py_repack(const std::string& step_name, const Array& in, const Array& out, int64_t bits, int64_t width,
+               int threads) {
+  const Step step = step_named(step_name);
+  require(bits == 2 || bits == 3 || bits == 4 || bits == 8, "bits must be 2, 3, 4 or 8");
+  require(width >= 8 && width <= kMaxWidth && width % 8 == 0, "width is out of range");
+  require(in.shape.size() == 2, "rows must be [rows, bytes]");
+  const int64_t rows = in.shape[0], packed = width * bits / 8;
+  const bool to_codes = step == Step::unpack || step == Step::unpack_sealed;
+  in.of_type("rows", Dtype::u8).of_shape("rows", {rows, step == Step::pack ? width : packed}).contiguous("rows");
+  out.of_type("out", Dtype::u8).of_shape("out", {rows, to_codes ? width : packed}).contiguous("out");
+  run_repack({step, bits, width, in.at<const uint8_t>(), out.at<uint8_t>()}, rows, threads);
+}
+
+const int32_t* integers(const char* name, const Array& array, const std::vector<int64_t>& shape) {
+  return array.of_type(name, Dtype::i32).of_shape(name, shape).contiguous(name).at<const int32_t>();
+}
+
+std::vector<AppendUnit> append_units(const Array& x, const Slabs& slabs, const Array& table, const int32_t* source,
+                                     const int32_t* counts, const int32_t* target) {
+  const int64_t batch = x.shape[0], heads = x.shape[1], rows = x.shape[2];
+  require(table.shape.size() == 2, "block_table must be [batch, max_blocks]");
+  const int64_t max_blocks = table.shape[1];
+  const int32_t* blocks = integers("block_table", table, {batch, max_blocks});
+  std::vector<AppendUnit> units;
+  for (int64_t b = 0; b < batch; b++) {
+    const int64_t begin = source[b], count = counts[b], start = target[b];
+    require(begin >= 0 && count >= 0 && begin + count <= rows, "src_begin and counts pass the rows of x");
+    require(start >= 0 && (count == 0 || (start + count - 1) / kBlock < max_blocks),
+            "dst_begin and counts pass the columns of block_table");
+    for (int64_t done = 0; done < count;) {
+      const int64_t offset = (start + done) % kBlock, take = std::min(kBlock - offset, count - done);
+      const int64_t block = blocks[b * max_blocks + (start + done) / kBlock];
+      require(block >= 0 && block < slabs.num_blocks(), "block_table names a block that no slab has");
+      for (int64_t h = 0; h < heads; h++) units.push_back({b, h, begin + done, take, block, offset});
+      done += take;
+    }
+  }
+  return units;
+}
+
+int64_t py_append(const Array& x, const Rotations& rotations, const Slabs& slabs, const Array& table,
+                  const Array& src_begin, const Array& counts, const Array& dst_begin, const OptionalArray& mean,
+                  int threads) {
+  require(x.shape.size() == 4, "x must be [batch, heads, rows, width]");
+  const Rotation rotation = rotations.tables();
+  const int64_t batch = x.shape[0], heads = rotation.heads, width = rotation.width;
+  check_float_rows("x", x, {batch, heads, x.shape[2], width});
+  require(slabs.layout.codec.width == width, "the stream and the rotation differ in width");
+  require(slabs.heads == heads || slabs.codes.empty(), "the stream and the rotation differ in num_kv_heads");
+  AppendArgs args;
+  args.rotation = rotation;
+  args.stream = slabs.stream();
+  args.x = x.rows();
+  args.heads = heads;
+  if (mean) {
+    mean->of_type("mean", Dtype::f32).of_shape("mean", {batch, heads, width}).last_contiguous("mean");
+    args.mean.data = mean->at<const void>();
+    args.mean.batch_stride = mean->strides[0];
+    args.mean.head_stride = mean->strides[1];
+  }
+  const std::vector<AppendUnit> units =
+      append_units(x, slabs, table, integers("src_begin", src_begin, {batch}), integers("counts", counts, {batch}),
+                   integers("dst_begin", dst_begin, {batch}));
+  return run_append(args, units, threads);
+}
+
+void check_blocks(const AttentionArgs& args, const Slabs& keys, const Slabs& values) {
+  for (int64_t b = 0; b < args.batch; b++) {
+    const int64_t needed = (int64_t{args.packed_lens[b]} + kBlock - 1) / kBlock;
+    require(args.packed_lens[b] >= 0, "packed_lens holds a negative length");
+    require(needed <= args.max_blocks, "packed_lens passes the columns of block_table");
+    for (int64_t i = 0; i < needed; i++) {
+      const int64_t block = args.block_table[b * args.max_blocks + i];
+      require(block >= 0 && block < keys.num_blocks() && block < values.num_blocks(),
+              "block_table names a block that no slab has");
+    }
+  }
+}
+
+void set_dense(AttentionArgs& args, const Array& keys, const Array& values, const Array& positions) {
+  require(keys.shape.size() == 4, "dense_keys must be [batch, heads, dense, width]");
+  args.dense_rows = keys.shape[2];
+  check_float_rows("dense_keys", keys, {args.batch, args.kv_heads, args.dense_rows, args.keys.codec.width});
+  check_float_rows("dense_values", values, {args.batch, args.kv_heads, args.dense_rows, args.values.codec.width});
+  args.dense_positions = integers("dense_positions", positions, {args.batch, args.dense_rows});
+  args.dense_keys = keys.rows();
+  args.dense_values = values.rows();
+}
+
+void set_mask(AttentionArgs& args, const Array& mask) {
+  require(mask.shape.size() == 4, "mask must be [batch, 1 or heads, rows, positions]");
+  const int64_t mask_heads = mask.shape[1] == 1 ? 1 : args.heads, columns = mask.shape[3];
+  mask.of_type("mask", Dtype::u8).of_shape("mask", {args.batch, mask_heads, args.rows, columns});
+  for (int64_t b = 0; b < args.batch; b++) {
+    require(!args.packed || args.packed_lens[b] <= columns, "mask has fewer columns than packed positions");
+    for (int64_t i = 0; i < args.dense_rows; i++) {
+      require(args.dense_positions[b * args.dense_rows + i] < columns, "mask has fewer columns than dense_positions");
+    }
+  }
+  args.mask = mask.at<const uint8_t>();
+  args.mask_batch = mask.strides[0];
+  args.mask_head = mask_heads == 1 ? 0 : mask.strides[1];
+  args.mask_row = mask.strides[2];
+  args.mask_column = mask.strides[3];
+}
+
+void py_attention(const Array& q, const Array& q_rotated, const Slabs& keys, const Slabs& values, int64_t kv_heads,
+                  const Array& block_table, const Array& packed_lens, const Array& seq_lens, int64_t num_sinks,
+                  const OptionalArray& dense_keys, const OptionalArray& dense_values,
+                  const OptionalArray& dense_positions, double scale, bool causal, int64_t window, double softcap,
+                  double noise_query, double noise_score,
+                  const OptionalArray& sink_logits, const OptionalArray& key_bias, const OptionalArray& mask,
+                  const Array& out, const OptionalArray& dense_out, int threads) {
+  AttentionArgs args = {};
+  require(q.shape.size() == 4, "q must be [batch, heads, rows, width]");
+  args.batch = q.shape[0];
+  args.heads = q.shape[1];
+  args.rows = q.shape[2];
+  args.kv_heads = kv_heads;
+  require(kv_heads >= 1 && args.heads % kv_heads == 0, "num_heads is not a multiple of num_kv_heads");
+  args.keys = keys.stream();
+  args.values = values.stream();
+  const std::vector<int64_t> q_shape = {args.batch, args.heads, args.rows, args.keys.codec.width};
+  const std::vector<int64_t> out_shape = {args.batch, args.heads, args.rows, args.values.codec.width};
+  args.q = q.of_type("q", Dtype::f32).of_shape("q", q_shape).contiguous("q").at<const float>();
+  args.q_rotated = q_rotated.of_type("q_rotated", Dtype::f32).of_shape("q_rotated", q_shape)
+                       .contiguous("q_rotated").at<const float>();
+  require(block_table.shape.size() == 2, "block_table must be [batch, max_blocks]");
+  args.max_blocks = block_table.shape[1];
+  args.block_table = integers("block_table", block_table, {args.batch, args.max_blocks});
+  args.packed_lens = integers("packed_lens", packed_lens, {args.batch});
+  args.seq_lens = integers("seq_lens", seq_lens, {args.batch});
+  args.packed = !keys.codes.empty() && !values.codes.empty();
+  require(!args.packed || (keys.heads == kv_heads && values.heads == kv_heads), "the slabs differ in num_kv_heads");
+  check_blocks(args, keys, values);
+  require(num_sinks >= 0, "num_sinks is negative");
+  args.num_sinks = num_sinks;
+  if (dense_keys && dense_values && dense_positions) set_dense(args, *dense_keys, *dense_values, *dense_positions);
+  args.scale = static_cast<float>(scale);
+  args.softcap = static_cast<float>(softcap);
+  args.noise_query = static_cast<float>(noise_query);
+  args.noise_score = static_cast<float>(noise_score);
+  args.causal = causal;
+  args.window = std::min(std::max<int64_t>(window, 0), kMaxPosition);
+  if (sink_logits) {
+    args.sink_logits = sink_logits->of_type("sink_logits", Dtype::f32).of_shape("sink_logits", {args.heads})
+                           .contiguous("sink_logits").at<const float>();
+  }
+  if (key_bias) {
+    args.key_bias = key_bias->of_type("key_bias", Dtype::f32).of_shape("key_bias", {args.batch, args.heads, args.rows})
+                        .contiguous("key_bias").at<const float>();
+  }
+  if (mask) set_mask(args, *mask);
+  args.out = out.of_type("out", Dtype::f32).of_shape("out", out_shape).contiguous("out").at<float>();
+  if (dense_out) {
+    args.dense_out = dense_out->of_type("dense_out", Dtype::f32).of_shape("dense_out", out_shape)
+                         .contiguous("dense_out").at<float>();
+  }
+  run_attention(args, threads);
+}
+
+std::vector<std::string> py_available() {
+  std::vector<std::string> names;
+  for (const char* const* name = available(); *name; name++) names.emplace_back(*name);
+  return names;
+}
+
+void py_use(const std::string& name) {
+  if (!use(name.c_str())) refuse("instruction set " + name + " is not available here");
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "CPU kernels of rotaryquant on raw addresses; use them through rotaryquant.ops.";
+  nb::class_<Array>(m, "Array").def(
+      nb::init<uint64_t, const std::string&, std::vector<int64_t>, std::vector<int64_t>>(), "address"_a, "dtype"_a,
+      "shape"_a, "strides"_a);
+  nb::class_<Rotations>(m, "Rotation").def(
+      nb::init<int64_t, int64_t, int64_t, const Array&, const OptionalArray&, const OptionalArray&,
+               const OptionalArray&>(),
+      "width"_a, "heads"_a, "power"_a, "base"_a, "signs"_a.none(), "blocks"_a.none(), "matrix"_a.none());
+  nb::class_<Codec>(m, "Codec");
+  m.def("codec", &make_codec, "width"_a, "bits"_a, "rule"_a, "group"_a, "scale_dtype"_a, "unit"_a, "levels"_a,
+        "boundaries"_a);
+  nb::class_<Slabs>(m, "Stream").def(
+      nb::init<const Codec&, int64_t, const OptionalArray&, const OptionalArray&, const std::vector<uint64_t>&,
+               const std::vector<uint64_t>&>(),
+      "codec"_a, "blocks_per_slab"_a, "code_slab"_a.none(), "scale_slab"_a.none(), "codes"_a, "scales"_a);
+  m.def("rotate", &py_rotate, "x"_a, "out"_a, "rotation"_a, "inverse"_a, "threads"_a, Release());
+  m.def("quantize", &py_quantize, "y"_a, "codec"_a, "codes"_a, "scales"_a, "threads"_a, Release());
+  m.def("repack", &py_repack, "step"_a, "rows"_a, "out"_a, "bits"_a, "width"_a, "threads"_a, Release());
+  m.def("append", &py_append, "x"_a, "rotation"_a, "stream"_a, "block_table"_a, "src_begin"_a, "counts"_a,
+        "dst_begin"_a, "mean"_a.none(), "threads"_a, Release());
+  m.def("attention", &py_attention, "q"_a, "q_rotated"_a, "keys"_a, "values"_a, "kv_heads"_a, "block_table"_a,
+        "packed_lens"_a, "seq_lens"_a, "num_sinks"_a, "dense_keys"_a.none(), "dense_values"_a.none(),
+        "dense_positions"_a.none(), "scale"_a, "causal"_a, "window"_a, "softcap"_a, "noise_query"_a, "noise_score"_a, "sink_logits"_a.none(),
+        "key_bias"_a.none(), "mask"_a.none(), "out"_a, "dense_out"_a.none(), "threads"_a, Release());
+  m.def("instruction_sets", &py_available, "Instruction sets of this build that this processor has, best first.");
+  m.def("use_instruction_set", &py_use, "name"_a, "Switch all kernels to one of `instruction_sets`.");
+}
+
+}  // namespace rq

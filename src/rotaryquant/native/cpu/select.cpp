@@ -1,0 +1,57 @@
+// Chooses among the instruction sets that the kernels were compiled for.
+#include <atomic>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace rq {
+
+namespace {
+
+// What this processor can run, best first. The checks name exactly what CMakeLists.txt compiles with.
+struct Choices {
+  const Kernels* kernels[4] = {};
+  const char* names[4] = {};
+
+  Choices() {
+    int count = 0;
+#if defined(RQ_X86_LEVELS)
+    __builtin_cpu_init();
+    const bool has_v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool has_v4 = has_v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (has_v4) kernels[count++] = &v4::kernels();
+    if (has_v3) kernels[count++] = &v3::kernels();
+#endif
+    kernels[count++] = &base::kernels();
+    for (int i = 0; i < count; i++) names[i] = kernels[i]->name;
+  }
+};
+
+const Choices& choices() {
+  static const Choices all;
+  return all;
+}
+
+std::atomic<const Kernels*> in_use{nullptr};
+
+}  // namespace
+
+const Kernels& kernels() {
+  const Kernels* chosen = in_use.load(std::memory_order_relaxed);
+  return chosen ? *chosen : *choices().kernels[0];
+}
+
+const char* const* available() { return choices().names; }
+
+bool use(const char* name) {
+  for (int i = 0; choices().kernels[i]; i++) {
+    if (std::strcmp(choices().names[i], name) == 0) {
+      in_use = choices().kernels[i];
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace rq

@@ -1,0 +1,17 @@
+// The table of kernels of the instruction set this file is compiled for.
+#include "tables.h"
+
+#define RQ_TEXT2(x) #x
+#define RQ_TEXT(x) RQ_TEXT2(x)
+
+namespace rq {
+namespace RQ_ISA {
+
+const Kernels& kernels() {
+  static const Kernels table = {RQ_TEXT(RQ_ISA), row_scratch, attention_scratch, rotate, quantize,
+                                repack,          append,      attention};
+  return table;
+}
+
+}  // namespace RQ_ISA
+}  // namespace rq

@@ -1,0 +1,1 @@
+"""One folder an op: its signature, its reference and its kernels."""

@@ -1,0 +1,101 @@
+"""Which kernel runs an op: the first of its `KERNELS` that can, or exactly the one asked for.
+
+A kernel is a file beside the op's `__init__.py` with two functions: `unsupported(*args, **kwargs)`, the reason
+it cannot take this call or None, and `run(*args, **kwargs)`. `missing()` is optional: the reason it cannot run
+on this machine at all.
+"""
+
+import importlib
+import logging
+from collections import Counter
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from rotaryquant import env
+from rotaryquant.errors import UnsupportedKernelError
+
+#: Every op, in the order of the flow; `rotaryquant kernels` prints them.
+OPS = ("rotate", "quantize", "pack", "append_packed", "packed_attention")
+
+#: Calls per (op, kernel); not counted while a graph is being compiled.
+calls: Counter[tuple[str, str]] = Counter()
+#: Automatic choices that had to pass over a kernel of this machine because of the call's arguments.
+fallbacks: Counter[tuple[str, str]] = Counter()
+
+_log = logging.getLogger(__name__)
+_loaded: dict[tuple[str, str], ModuleType] = {}
+_missing: dict[tuple[str, str], str | None] = {}
+
+
+def kernels_of(op: str) -> tuple[str, ...]:
+    """The op's kernels, best first: the names of the files beside its `__init__.py`."""
+    names: tuple[str, ...] = importlib.import_module(f"rotaryquant.ops.{op}").KERNELS
+    return names
+
+
+def _load(op: str, name: str) -> ModuleType:
+    key = (op, name)
+    if key not in _loaded:
+        _loaded[key] = importlib.import_module(f"rotaryquant.ops.{op}.{name}")
+    return _loaded[key]
+
+
+def missing(op: str, name: str) -> str | None:
+    """Why kernel `name` of `op` cannot run on this machine, or None."""
+    key = (op, name)
+    if key not in _missing:
+        probe = getattr(_load(op, name), "missing", None)
+        _missing[key] = probe() if probe is not None else None
+    return _missing[key]
+
+
+def select(op: str, kernel: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ModuleType]:
+    """Name and module of the kernel that will take this call.
+
+    kernel: "auto", or a name from the op's `KERNELS`. Raises UnsupportedKernelError with the reason where the named
+    kernel cannot take the call, and ValueError for a name the op does not have.
+    """
+    names = kernels_of(op)
+    kernel = (env.kernel_override() or "auto") if kernel == "auto" else kernel
+    if kernel != "auto":
+        if kernel not in names:
+            raise ValueError(f"kernel={kernel!r}: op {op} has {', '.join(names)}")
+        module = _load(op, kernel)
+        if reason := missing(op, kernel) or module.unsupported(*args, **kwargs):
+            raise UnsupportedKernelError(f"kernel={kernel!r} cannot run {op}: {reason}; use kernel='auto'")
+        return kernel, module
+    reasons: list[str] = []
+    for name in names:
+        if reason := missing(op, name):
+            reasons.append(f"{name}: {reason}")
+            continue
+        module = _load(op, name)
+        reason = module.unsupported(*args, **kwargs)
+        if reason is None:
+            return name, module
+        reasons.append(f"{name}: {reason}")
+        _count_fallback(op, name, reason)
+    raise UnsupportedKernelError(f"no kernel can run {op}: {'; '.join(reasons)}")
+
+
+def _count_fallback(op: str, name: str, reason: str) -> None:
+    if torch.compiler.is_compiling():
+        return
+    fallbacks[op, name] += 1
+    if fallbacks[op, name] == 1:
+        _log.warning("%s: kernel %s passed over: %s (said once, counted)", op, name, reason)
+
+
+def run(op: str, kernel: str, *args: Any, **kwargs: Any) -> Any:
+    """Run `op` with the chosen kernel and count the call."""
+    name, module = select(op, kernel, args, kwargs)
+    if not torch.compiler.is_compiling():
+        calls[op, name] += 1
+    return module.run(*args, **kwargs)
+
+
+def explain() -> list[tuple[str, str, str]]:
+    """Rows (op, kernel, "ready" or why not) for every kernel of every op."""
+    return [(op, name, missing(op, name) or "ready") for op in OPS for name in kernels_of(op)]

@@ -1,0 +1,183 @@
+"""The compiled CPU kernels (`rotaryquant._native`) as the ops' `cpu.py` files use them.
+
+The native module takes addresses, shapes and strides, and checks every range against those shapes before it
+touches memory; nothing here copies a tensor that it can describe.
+"""
+
+import importlib
+from functools import cache, lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotaryquant.formats.rotation import hadamard_factors, paley_base
+from rotaryquant.ops.rotate import Rotation
+from rotaryquant.ops.streams import Codec, PackedStream
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Widest row the native kernels have buffers for.
+MAX_WIDTH = 1024
+
+#: Names under which the native module knows element types.
+_DTYPE_NAMES = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.uint8: "u8",
+    torch.bool: "u8",
+    torch.int32: "i32",
+}
+
+
+#: Rotations and codecs whose native descriptions are kept; more than the streams of any model so far.
+_KEPT = 512
+
+
+@cache
+def _load() -> tuple[ModuleType | None, str | None]:
+    """The native module, or the reason it cannot be imported."""
+    try:
+        return importlib.import_module("rotaryquant._native"), None
+    except ImportError as error:
+        return None, (
+            f"rotaryquant._native cannot be imported ({error}); reinstall the package on a machine "
+            f"with a C++17 compiler (GCC or Clang): pip install --force-reinstall --no-deps rotaryquant"
+        )
+
+
+def missing() -> str | None:
+    """Why no native kernel can run here, or None."""
+    return _load()[1]
+
+
+def module() -> Any:
+    """The native module. Raises ImportError where it is missing."""
+    loaded, reason = _load()
+    if loaded is None:
+        raise ImportError(reason)
+    return loaded
+
+
+def not_on_cpu(**tensors: Tensor | None) -> str | None:
+    """The first of the named tensors that does not live in this process' memory, as a reason, or None."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_cpu:
+            return f"{name} is on {tensor.device}, this kernel reads CPU memory"
+    return None
+
+
+def bits_reason(bits: int, width: int) -> str | None:
+    """Why rows of this kind have no native code path, or None."""
+    if bits == 32:
+        return "bits=32 (the lossless test codec) has no native kernel"
+    return width_reason(width)
+
+
+def width_reason(width: int) -> str | None:
+    """Why rows of this width have no native code path, or None."""
+    if width % 8 or not 8 <= width <= MAX_WIDTH:
+        return f"width={width}: this kernel takes multiples of 8 up to {MAX_WIDTH}"
+    return None
+
+
+def array(tensor: Tensor) -> Any:
+    """Address, element type, shape and strides of a CPU tensor; the caller keeps the tensor alive."""
+    name = _DTYPE_NAMES.get(tensor.dtype, "other")
+    return module().Array(tensor.data_ptr(), name, tensor.shape, tensor.stride())
+
+
+def optional(tensor: Tensor | None) -> Any:
+    """`array` of a tensor, or None."""
+    return None if tensor is None else array(tensor)
+
+
+@cache
+def _paley(order: int) -> Tensor:
+    return torch.from_numpy(paley_base(order)).float().contiguous()
+
+
+@lru_cache(maxsize=_KEPT)
+def rotation(item: Rotation) -> Any:
+    """The native description of a rotation, which copies its tables; made once per rotation object."""
+    power, base = hadamard_factors(item.width) if item.hadamard else (0, 1)
+    factors = {
+        name: None if factor is None else factor.float().contiguous()
+        for name, factor in (("signs", item.signs), ("blocks", item.blocks), ("matrix", item.matrix))
+    }
+    return module().Rotation(
+        width=item.width,
+        heads=item.num_kv_heads,
+        power=power,
+        base=array(_paley(base)),
+        **{name: optional(factor) for name, factor in factors.items()},
+    )
+
+
+@lru_cache(maxsize=_KEPT)
+def codec(item: Codec) -> Any:
+    """The native description of a codec, which copies its tables; made once per codec object."""
+    return module().codec(
+        width=item.width,
+        bits=item.bits,
+        rule=item.scale_rule,
+        group=item.scale_group,
+        scale_dtype=_DTYPE_NAMES[item.scale_dtype],
+        unit=item.unit,
+        levels=array(item.levels),
+        boundaries=array(item.boundaries),
+    )
+
+
+def stream(item: PackedStream) -> Any:
+    """The native description of packed rows in slabs, which `stream_reason` has found to be alike."""
+    return module().Stream(
+        codec=codec(item.codec),
+        blocks_per_slab=item.blocks_per_slab,
+        code_slab=array(item.codes[0]) if item.codes else None,
+        scale_slab=array(item.scales[0]) if item.scales else None,
+        codes=[slab.data_ptr() for slab in item.codes],
+        scales=[slab.data_ptr() for slab in item.scales],
+    )
+
+
+def codec_reason(item: Codec) -> str | None:
+    """Why rows of this codec have no native code path, or None."""
+    return not_on_cpu(levels=item.levels, boundaries=item.boundaries) or bits_reason(item.bits, item.width)
+
+
+def stream_reason(name: str, item: PackedStream) -> str | None:
+    """Why packed rows laid out like these have no native code path, or None."""
+    if reason := codec_reason(item.codec):
+        return f"{name}: {reason}"
+    for slabs in (item.codes, item.scales):
+        for slab in slabs:
+            if not slab.is_cpu:
+                return f"{name} is on {slab.device}, this kernel reads CPU memory"
+            if slab.shape != slabs[0].shape or slab.stride() != slabs[0].stride() or slab.dtype != slabs[0].dtype:
+                return f"{name} has slabs of different shapes, strides or dtypes"
+    if item.codes and item.codes[0].stride(-1) != 1:
+        return f"{name} has code rows whose bytes are not adjacent"
+    if item.codes and item.codes[0].stride(-2) < item.codec.code_bytes:
+        return f"{name} has code rows that overlap"
+    return None
+
+
+def rotation_reason(item: Rotation) -> str | None:
+    """Why this rotation has no native code path, or None."""
+    if reason := not_on_cpu(signs=item.signs, blocks=item.blocks, matrix=item.matrix):
+        return reason
+    return width_reason(item.width)
+
+
+def rows_reason(name: str, x: Tensor) -> str | None:
+    """Why rows like these cannot be read where they lie, or None."""
+    if reason := not_on_cpu(**{name: x}):
+        return reason
+    if x.dtype not in FLOATS:
+        return f"{name} is {x.dtype}; this kernel reads float32, bfloat16 and float16"
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        return f"{name} has a last dimension that is not contiguous"
+    return None

@@ -1,0 +1,28 @@
+"""Packing eight codes at a time in one 64-bit word, planes byte by byte."""
+
+import torch
+from torch import Tensor
+
+from rotaryquant.ops import native
+from rotaryquant.ops.native import missing as missing
+
+
+def unsupported(step: str, data: Tensor, bits: int, width: int) -> str | None:
+    """Why the native kernel cannot take this call, or None."""
+    return native.not_on_cpu(rows=data) or native.bits_reason(bits, width)
+
+
+def run(step: str, data: Tensor, bits: int, width: int) -> Tensor:
+    """One of the steps pack, unpack, unpack_sealed, seal, unseal."""
+    rows = data.reshape(-1, data.shape[-1]).contiguous()
+    size = width if step.startswith("unpack") else width * bits // 8
+    out = torch.empty(rows.shape[0], size, dtype=torch.uint8)
+    native.module().repack(
+        step=step,
+        rows=native.array(rows),
+        out=native.array(out),
+        bits=bits,
+        width=width,
+        threads=torch.get_num_threads(),
+    )
+    return out.view(*data.shape[:-1], size)

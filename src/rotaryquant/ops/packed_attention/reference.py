@@ -1,0 +1,130 @@
+"""Packed attention from the definition: unpack every row, one softmax in fp32, row by row of the batch."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from rotaryquant.ops.pack import reference as pack
+from rotaryquant.ops.quantize import reference as quantize
+from rotaryquant.ops.streams import BLOCK, CacheView, PackedStream, block_rows
+
+
+def unsupported(q: Tensor, q_rotated: Tensor, view: CacheView, **options: object) -> str | None:
+    """Takes every call."""
+    return None
+
+
+def packed_rows(stream: PackedStream, blocks: list[int], count: int) -> Tensor:
+    """Rows [0, count) of the given blocks in the rotated space, fp32 [num_kv_heads, count, width]."""
+    codec, rows = stream.codec, []
+    for index, block in enumerate(blocks):
+        filled = min(BLOCK, count - index * BLOCK)
+        if filled <= 0:
+            break
+        codes, scales = block_rows(stream, block)
+        step = "unpack_sealed" if filled == BLOCK else "unpack"
+        unpacked = pack.run(step, codes[:, :filled], codec.bits, codec.width)
+        rows.append(quantize.dequantize(unpacked, scales[:, :filled], codec))
+    return torch.cat(rows, 1) if rows else torch.zeros(0)
+
+
+def row_sizes(stream: PackedStream, blocks: list[int], count: int) -> Tensor:
+    """|k̂|² of rows [0, count) as their scales tell it, width·(scale / unit)²: fp32 [num_kv_heads, count]."""
+    scales = [block_rows(stream, block)[1][:, :, 0].float() for block in blocks]
+    return stream.codec.width * (torch.cat(scales, 1)[:, :count] / stream.codec.unit).square()
+
+
+def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounding rule: bf16 to nearest; int8 to a step of each last-dimension row's largest magnitude / 127."""
+    if dtype == torch.float32:
+        return x
+    if dtype == torch.bfloat16:
+        return x.bfloat16().float()
+    step = x.abs().amax(-1, keepdim=True) / 127.0
+    return torch.where(step == 0, torch.zeros_like(x), (x / step).round() * step)
+
+
+def _visible(query_positions: Tensor, key_positions: Tensor, causal: bool, window: int) -> Tensor:
+    """Bool [rows, keys]: which keys each query may see."""
+    seen = (key_positions >= 0)[None, :] & (query_positions >= 0)[:, None]
+    gap = query_positions[:, None] - key_positions[None, :]
+    if causal:
+        seen = seen & (gap >= 0)
+    if window > 0:
+        seen = seen & (gap < window)
+    return seen
+
+
+def run(
+    q: Tensor,
+    q_rotated: Tensor,
+    view: CacheView,
+    *,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    sink_logits: Tensor | None,
+    key_bias: Tensor | None,
+    mask: Tensor | None,
+    key_noise: float,
+    q_dtype: torch.dtype,
+    p_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    """Every batch row on its own; see the op's docstring for shapes."""
+    batch, num_heads, rows, _ = q.shape
+    value_width = view.values.codec.width
+    out = q.new_zeros(batch, num_heads, rows, value_width, dtype=torch.float32)
+    dense_out = torch.zeros_like(out) if view.dense_keys is not None else None
+    for b in range(batch):
+        packed_len, seq_len = int(view.packed_lens[b]), int(view.seq_lens[b])
+        blocks = view.block_table[b].tolist()
+        query_positions = torch.arange(seq_len - rows, seq_len, device=q.device)
+        positions, logits, values = [], [], []
+        if packed_len > 0:
+            keys = packed_rows(view.keys, blocks, packed_len)
+            repeat = num_heads // keys.shape[0]
+            dots = _round(q_rotated[b].float(), q_dtype) @ keys.repeat_interleave(repeat, 0).transpose(-1, -2)
+            if key_noise > 0:
+                sizes = row_sizes(view.keys, blocks, packed_len).repeat_interleave(repeat, 0)[:, None, :]
+                energy = q_rotated[b].float().square().sum(-1, keepdim=True) * sizes
+                variance = (energy - dots.square()).clamp_min(0) * key_noise / view.keys.codec.width
+                dots = dots - 0.5 * scale * variance  # the common factor `scale` is applied below
+            logits.append(dots if key_bias is None else dots + key_bias[b, :, :, None])
+            values.append(packed_rows(view.values, blocks, packed_len).repeat_interleave(repeat, 0))
+            packed_positions = torch.arange(packed_len, device=q.device)
+            positions.append(torch.where(packed_positions < view.num_sinks, -1, packed_positions))
+        if view.dense_keys is not None and view.dense_values is not None and view.dense_positions is not None:
+            used = view.dense_positions[b] >= 0  # unused slots may hold anything, NaN included
+            repeat = num_heads // view.dense_keys.shape[1]
+            keys = view.dense_keys[b][:, used].float().repeat_interleave(repeat, 0)
+            logits.append(q[b].float() @ keys.transpose(-1, -2))
+            values.append(view.dense_values[b][:, used].float().repeat_interleave(repeat, 0))
+            positions.append(view.dense_positions[b][used].long())
+        if not logits:
+            continue
+        key_positions = torch.cat(positions)
+        if key_positions.numel() == 0:
+            continue
+        scores = torch.cat(logits, -1) * scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        seen = _visible(query_positions, key_positions, causal, window).expand(num_heads, -1, -1)
+        if mask is not None:
+            seen = seen & mask[b][..., key_positions.clamp_min(0)]
+        scores = scores.masked_fill(~seen, -math.inf)
+        top = scores.amax(-1, keepdim=True)
+        if sink_logits is not None:
+            top = torch.maximum(top, sink_logits.float()[:, None, None])
+        weights = torch.exp(scores - torch.where(top == -math.inf, 0.0, top)).masked_fill(~seen, 0.0)
+        total = weights.sum(-1, keepdim=True)
+        if sink_logits is not None:
+            total = total + torch.exp(sink_logits.float()[:, None, None] - top)
+        weights = torch.where(seen.any(-1, keepdim=True), weights / total, 0.0)
+        split = packed_len if packed_len > 0 else 0
+        if split:
+            out[b] = _round(weights[..., :split], p_dtype) @ values[0]
+        if dense_out is not None:
+            dense_out[b] = weights[..., split:] @ values[-1]
+    return out, dense_out

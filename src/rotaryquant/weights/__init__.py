@@ -1,0 +1,1 @@
+"""Checkpoints on disk: what their headers say, before anything is loaded."""

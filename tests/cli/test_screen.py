@@ -1,0 +1,58 @@
+"""Sizes as people write them, tables and JSON."""
+
+import argparse
+import sys
+
+import pytest
+
+from rotaryquant import env
+from rotaryquant.cli import screen
+from rotaryquant.cli.sizes import parse_size, show_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("16GB", 16 * 10**9), ("1.5GiB", 3 * 2**29), ("800 MB", 8 * 10**8), ("1B", 1), ("2TiB", 2**41), (" 3KB ", 3000)],
+)
+def test_sizes_are_read(text: str, count: int) -> None:
+    assert parse_size(text) == count
+
+
+@pytest.mark.parametrize(
+    "text", ["", "16", "0GB", "-1GB", "16gb", "16 G", "1e9B", "GB", "1,5GB", "16GBs", "nanGB", "0.0MB"]
+)
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="unit"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 KB"), (23_040, "23.0 KB"), (269e6, "269 MB"), (5e15, "5000 TB")],
+)
+def test_sizes_are_shown(count: float, text: str) -> None:
+    assert show_bytes(count) == text
+
+
+def test_tables_are_plain_away_from_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    screen.print_table([("a", "1"), ("bb", "22")], ("name", "n"), right=(1,))
+    assert capsys.readouterr().out == "name   n\na      1\nbb    22\n"
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_tables_on_a_terminal_honor_no_color(
+    no_color: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True)
+    assert env.color_allowed() is (no_color == "")
+    screen.print_table([("a", "ok"), ("[b]", "fail")], ("name", "state"))
+    out = capsys.readouterr().out
+    assert "[b]" in out
+    assert ("\x1b[" in out) is (no_color == "")
+
+
+def test_json_refuses_nan() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        screen.print_json({"rate": float("nan")})

@@ -1,0 +1,158 @@
+"""Rows, headers and the order of bits in a sealed block."""
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rotaryquant.formats.kv import BLOCK, StreamFormat, sealed_bit_order
+
+DEFAULT = StreamFormat("key", 128, 3, "score", mean="block0", tau=0.5)
+#: llama.cpp's fixed blocks of 64 values: one fp16 scale each, one set of signs for all, no mean.
+BLOCKS_OF_64 = StreamFormat("key", 128, 3, "score", scale_group=64, scale_dtype="fp16", sign_scope="shared")
+
+
+def test_three_bit_row_of_width_128_takes_50_bytes() -> None:
+    assert (DEFAULT.code_bytes, DEFAULT.scale_bytes, DEFAULT.row_bytes) == (48, 2, 50)
+    assert DEFAULT.bits_per_value == 3.125
+
+
+@pytest.mark.parametrize(
+    ("width", "bits", "group", "row_bytes"),
+    [
+        (64, 3, 64, 26),
+        (96, 3, 96, 38),
+        (80, 3, 80, 32),
+        (112, 2, 112, 30),
+        (128, 2, 128, 34),
+        (128, 4, 128, 66),
+        (128, 8, 128, 130),
+        (128, 3, 64, 52),
+        (512, 3, 512, 194),
+        (128, 32, 128, 512),
+    ],
+)
+def test_row_bytes(width: int, bits: int, group: int, row_bytes: int) -> None:
+    assert StreamFormat("value", width, bits, "value", scale_group=group).row_bytes == row_bytes
+
+
+def test_a_block_has_128_positions() -> None:
+    assert BLOCK == 128
+
+
+@pytest.mark.parametrize("header", [DEFAULT, BLOCKS_OF_64], ids=["default", "blocks-of-64"])
+def test_header_survives_json(header: StreamFormat) -> None:
+    assert StreamFormat.from_dict(json.loads(json.dumps(header.to_dict()))) == header
+
+
+def test_header_says_everything_that_changes_the_bytes() -> None:
+    assert set(DEFAULT.to_dict()) == {
+        "name", "width", "bits", "scale_rule", "rotation", "seed", "signs", "scale_group", "scale_dtype",
+        "sign_scope", "mean", "tau",
+    }  # fmt: skip
+
+
+def test_unknown_and_missing_header_fields_are_refused() -> None:
+    data = DEFAULT.to_dict()
+    with pytest.raises(ValueError, match="zero_point"):
+        StreamFormat.from_dict({**data, "zero_point": 1})
+    del data["seed"]
+    with pytest.raises(ValueError, match="seed"):
+        StreamFormat.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", "latent"),
+        ("bits", 5),
+        ("scale_rule", "max"),
+        ("rotation", "wht"),
+        ("scale_dtype", "fp8"),
+        ("sign_scope", "model"),
+        ("mean", "ema"),
+        ("scale_group", 32),
+    ],
+)
+def test_unknown_values_are_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"{field}={value!r} is unknown; valid: "):
+        dataclasses.replace(DEFAULT, **{field: value})
+
+
+@pytest.mark.parametrize(("width", "group"), [(100, 0), (4, 0), (96, 64)])
+def test_width_that_no_row_can_hold_is_refused(width: int, group: int) -> None:
+    with pytest.raises(ValueError, match=rf"width={width} must be a multiple of 8"):
+        StreamFormat("key", width, 3, "score", scale_group=group)
+
+
+def test_sign_scope_decides_what_seeds_a_head() -> None:
+    values = dataclasses.replace(DEFAULT, name="value")
+    assert DEFAULT.rotation_source(3, 5) == (3, 5, 0)
+    assert values.rotation_source(3, 5) == (3, 5, 1)
+    assert BLOCKS_OF_64.rotation_source(3, 5) == (0, 0, 0)
+
+
+def test_codebook_belongs_to_the_scale_group() -> None:
+    assert BLOCKS_OF_64.codebook.width == 64
+    assert DEFAULT.codebook.width == 128
+    assert BLOCKS_OF_64.codebook.unit != DEFAULT.codebook.unit
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bits": 4},
+        {"seed": 1},
+        {"rotation": "hadamard"},
+        {"signs": False},
+        {"scale_group": 64},
+        {"scale_dtype": "fp16"},
+        {"sign_scope": "shared"},
+        {"mean": "none"},
+        {"tau": 0.25},
+        {"scale_rule": "norm"},
+        {"name": "value"},
+        {"width": 64, "scale_group": 64},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_fingerprint_follows_every_field(change: dict[str, Any]) -> None:
+    assert dataclasses.replace(DEFAULT, **change).fingerprint() != DEFAULT.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("header", "want"),
+    [(DEFAULT, "31f2cb4146cc89cf"), (BLOCKS_OF_64, "e9d784a7bec2d22b")],
+    ids=["default", "blocks-of-64"],
+)
+def test_fingerprint_is_the_same_on_every_machine(header: StreamFormat, want: str) -> None:
+    assert header.fingerprint() == want
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, 32])
+@pytest.mark.parametrize("width", [8, 64, 80, 96, 112, 128, 192, 256, 512])
+def test_sealed_order_is_a_permutation(width: int, bits: int) -> None:
+    order = sealed_bit_order(width, bits)
+    assert order.shape == (width * bits,)
+    assert np.array_equal(np.sort(order), np.arange(width * bits))
+
+
+def test_sealed_order_of_three_bits_by_hand() -> None:
+    """Width 16: 4 bytes of low pairs with code 4f + b in byte b, then 2 bytes of high bits with 2f + b in b."""
+    order = sealed_bit_order(16, 3)
+    code = 6  # low pair in byte 2, field 1; high bit in byte 0 of the second plane, field 3
+    assert order[8 * 2 + 2 * 1 + 0] == 3 * code
+    assert order[8 * 2 + 2 * 1 + 1] == 3 * code + 1
+    assert order[8 * (4 + 0) + 3] == 3 * code + 2
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_sealed_order_of_two_and_four_bits_by_hand(bits: int) -> None:
+    width = 64
+    num_bytes = width * bits // 8
+    order = sealed_bit_order(width, bits)
+    for code in (0, 1, num_bytes - 1, num_bytes, width - 1):
+        field, byte = divmod(code, num_bytes)
+        assert [order[8 * byte + bits * field + bit] for bit in range(bits)] == [bits * code + b for b in range(bits)]

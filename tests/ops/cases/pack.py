@@ -1,0 +1,44 @@
+"""Bytes of codes, canonical and sealed."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rotaryquant.ops.pack import pack, seal, unpack, unseal
+
+from . import Case, generator
+
+WIDTHS = (8, 24, 32, 64, 80, 96, 112, 128, 192, 256, 320, 512, 576)
+
+
+def run(kernel: str, *, name: str, width: int, bits: int) -> list[Tensor]:
+    """Every step on [2, 3, 5, width] codes, all of which occur."""
+    codes = torch.randint(0, 2**bits, (2, 3, 5, width), generator=generator(name), dtype=torch.uint8)
+    rows = pack(codes, bits, kernel=kernel)
+    sealed = seal(rows, bits, width, kernel=kernel)
+    return [
+        codes,
+        rows,
+        sealed,
+        unseal(sealed, bits, width, kernel=kernel),
+        unpack(rows, bits, width, kernel=kernel),
+        unpack(sealed, bits, width, sealed=True, kernel=kernel),
+        unpack(rows[:, ::2], bits, width, kernel=kernel),
+    ]
+
+
+def compare(got: list[Tensor], want: list[Tensor]) -> None:
+    for ours, reference in zip(got, want, strict=True):
+        assert torch.equal(ours, reference)
+    codes, rows, _, unsealed, unpacked, unpacked_sealed, _ = got
+    assert torch.equal(unsealed, rows)
+    assert torch.equal(unpacked, codes)
+    assert torch.equal(unpacked_sealed, codes)
+
+
+CASES = [
+    Case(f"{width}-{bits} bits", partial(run, name=f"{width}-{bits}", width=width, bits=bits), compare)
+    for width in WIDTHS
+    for bits in (2, 3, 4, 8)
+]

@@ -1,0 +1,95 @@
+"""No call of a native kernel leaves its tensors: every range outside them is refused, naming the argument."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from cases import GuardedStream
+from cases import packed_attention as attention_cases
+from torch import Tensor
+
+from rotaryquant.errors import UnsupportedKernelError
+from rotaryquant.formats.kv import StreamFormat
+from rotaryquant.ops import native
+from rotaryquant.ops.append_packed import append_packed
+from rotaryquant.ops.packed_attention import packed_attention
+from rotaryquant.ops.rotate import build_rotation
+
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+
+KEY = StreamFormat("key", 64, 3, "score")
+NARROW = StreamFormat("key", 32, 3, "score")
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("match", "change"),
+    [
+        ("block_table", {"block_table": int32(0, 4)[None]}),
+        ("block_table", {"block_table": int32(-1, 0)[None]}),
+        ("block_table", {"block_table": int32(0)[None]}),
+        ("block_table", {"block_table": int32(0, 1)}),
+        ("block_table", {"block_table": torch.zeros(1, 2, dtype=torch.int64)}),
+        ("src_begin", {"src_begin": int32(-1)}),
+        ("src_begin", {"src_begin": int32(1)}),
+        ("counts", {"counts": int32(201)}),
+        ("counts", {"counts": int32(-1)}),
+        ("counts", {"counts": int32(1, 1)}),
+        ("dst_begin", {"dst_begin": int32(-1)}),
+        ("dst_begin", {"dst_begin": int32(57)}),
+        ("dst_begin", {"dst_begin": int32(2**31 - 1)}),
+        ("mean", {"mean": torch.zeros(1, 2, 64)}),
+        ("num_kv_heads", {"x": torch.zeros(1, 2, 200, 64), "rotation": build_rotation(KEY, 0, 2)}),
+        ("width", {"x": torch.zeros(1, 1, 200, 32), "rotation": build_rotation(NARROW, 0, 1)}),
+    ],
+)  # fmt: skip
+def test_append_refuses_ranges_outside_its_tensors(match: str, change: dict[str, Any]) -> None:
+    guarded = GuardedStream(KEY, 4, 1)
+    arguments: dict[str, Any] = {
+        "x": torch.randn(1, 1, 200, 64),
+        "rotation": build_rotation(KEY, 0, 1),
+        "stream": guarded.stream,
+        "block_table": int32(0, 3)[None],
+        "src_begin": int32(0),
+        "counts": int32(200),
+        "dst_begin": int32(0),
+    }
+    with pytest.raises(ValueError, match=match) as caught:
+        append_packed(**{**arguments, **change}, kernel="cpu")
+    assert not isinstance(caught.value, UnsupportedKernelError)
+    assert all(bool((codes == 0xFF).all()) for codes in guarded.stream.codes), "nothing may be written before checks"
+    assert append_packed(**arguments, kernel="cpu") == -1
+
+
+@pytest.mark.parametrize(
+    ("match", "view_change", "option_change"),
+    [
+        ("block_table", {"block_table": int32(*[9] * 3)[None]}, {}),
+        ("block_table", {"block_table": int32(0, 1, -2)[None]}, {}),
+        ("block_table", {"block_table": int32(0, 1)[None]}, {}),
+        ("packed_lens", {"packed_lens": int32(-1)}, {}),
+        ("packed_lens", {"packed_lens": int32(257, 1)}, {}),
+        ("seq_lens", {"seq_lens": torch.tensor([257])}, {}),
+        ("num_sinks", {"num_sinks": -1}, {}),
+        ("dense_values", {"dense_values": torch.zeros(1, 2, 23, 64)}, {}),
+        ("dense_positions", {"dense_positions": int32(*range(22))[None]}, {}),
+        ("mask", {}, {"mask": torch.ones(1, 1, 3, 256, dtype=torch.bool)}),
+        ("mask", {}, {"mask": torch.ones(1, 1, 3, 260, dtype=torch.bool)}),
+        ("mask", {}, {"mask": torch.ones(1, 3, 3, 300, dtype=torch.bool)}),
+        ("key_bias", {}, {"key_bias": torch.zeros(1, 4, 2)}),
+        ("sink_logits", {}, {"sink_logits": torch.zeros(3)}),
+    ],
+)
+def test_attention_refuses_ranges_outside_its_tensors(
+    match: str, view_change: dict[str, Any], option_change: dict[str, Any]
+) -> None:
+    spec = attention_cases.Spec((257,), rows=3, kv_heads=2, group=2, tail=17, sinks=4)
+    item = attention_cases.inputs("bounds", spec)
+    view = dataclasses.replace(item.view, **view_change)
+    with pytest.raises(ValueError, match=match) as caught:
+        packed_attention(item.q, item.q_rotated, view, kernel="cpu", **{**item.options, **option_change})
+    assert not isinstance(caught.value, UnsupportedKernelError)

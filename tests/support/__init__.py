@@ -1,0 +1,1 @@
+"""What several tests share: tiny models, lossless configurations, layer drivers, real assets."""
