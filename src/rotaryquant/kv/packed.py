@@ -39,7 +39,9 @@ def _ordinary_tensors(
 
     @functools.wraps(method)
     def run(self: "PackedLayer", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with torch.inference_mode(False), torch.no_grad():
+        held = self.dense.keys
+        copied = held is not None and held.is_inference()  # a deep copy made under inference mode
+        with torch.inference_mode(copied), torch.no_grad():
             return method(self, *args, **kwargs)
 
     return run

@@ -1,0 +1,38 @@
+"""Intervals from a paired bootstrap."""
+
+import math
+
+import numpy as np
+import pytest
+
+from rotaryquant.evals.statistics import ratio_interval
+
+
+def test_equal_scores_give_one_without_width() -> None:
+    nll, counts = np.array([100.0, 220.0, 90.0]), np.array([50.0, 100.0, 50.0])
+    assert ratio_interval(nll, nll, counts) == (1.0, 1.0, 1.0)
+
+
+def test_a_shift_of_every_token_is_found_exactly_whatever_the_windows() -> None:
+    counts = np.array([10.0, 1000.0, 50.0, 7.0])
+    second = np.array([30.0, 2500.0, 100.0, 20.0])
+    ratio, low, high = ratio_interval(second + 0.05 * counts, second, counts)
+    assert (ratio, low, high) == pytest.approx((math.exp(0.05),) * 3)
+
+
+def test_the_interval_covers_as_often_as_it_says() -> None:
+    rng, inside = np.random.default_rng(0), 0
+    counts = np.full(40, 100.0)
+    for _ in range(60):
+        noise = rng.normal(0.02, 0.05, 40)
+        _, low, high = ratio_interval(noise * counts, np.zeros(40), counts)
+        inside += low <= math.exp(0.02) <= high
+    assert 50 <= inside <= 60  # 57 of 60 expected
+
+
+def test_pairing_removes_what_windows_have_in_common() -> None:
+    rng = np.random.default_rng(1)
+    counts = np.full(20, 100.0)
+    hard = rng.normal(300, 80, 20)
+    _, low, high = ratio_interval(hard + 1.0, hard, counts)
+    assert high - low < 1e-9
