@@ -18,7 +18,7 @@ from torch import Tensor
 from rotaryquant.config import KVCacheConfig, parse_kv
 from rotaryquant.counters import Counters
 from rotaryquant.errors import ConfigError, RotaryQuantError
-from rotaryquant.evals.report import Outcome, provenance
+from rotaryquant.evals.report import Outcome, model_name, provenance
 from rotaryquant.evals.statistics import ratio_interval
 from rotaryquant.evals.teacher_forcing import Chunk, packed_chunks, reference_logits, stock_chunks
 from rotaryquant.integrations.transformers.checkpoints import Loaded
@@ -209,8 +209,8 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
         results.append(row)
     data: dict[str, Any] = {
         **provenance(),
-        "model": args.model or "SmolLM2-135M-Instruct",
-        "reference": args.reference or "the same model, 16-bit cache",
+        "model": model_name(args.model),
+        "reference": model_name(args.reference) if args.reference else "the same model, 16-bit cache",
         "text": Path(args.text).name,
         "context": args.context,
         "windows": len(windows),

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from rotaryquant.config import KVCacheConfig, parse_kv
 from rotaryquant.errors import ConfigError, RotaryQuantError
-from rotaryquant.evals.report import Outcome, provenance
+from rotaryquant.evals.report import Outcome, model_name, provenance
 from rotaryquant.evals.teacher_forcing import PathError
 from rotaryquant.integrations.transformers.cache import PackedCache
 from rotaryquant.integrations.transformers.checkpoints import Loaded
@@ -222,7 +222,7 @@ def _outcome(args: argparse.Namespace, total: dict[str, Answers], length: int) -
         rows.append([name, f"{found}/{asked}", f"{reads:,.0f}"])
     data: dict[str, Any] = {
         **provenance(),
-        "model": args.model,
+        "model": model_name(args.model),
         "text": Path(args.text).name,
         "context": args.context,
         "context_tokens": length,
@@ -230,5 +230,5 @@ def _outcome(args: argparse.Namespace, total: dict[str, Answers], length: int) -
         "seed": args.seed,
         "results": results,
     }
-    lines = [f"{args.model}: {args.needles} facts in each context of {length:,} tokens of {data['text']}"]
+    lines = [f"{data['model']}: {args.needles} facts in each context of {length:,} tokens of {data['text']}"]
     return Outcome(data, ["kv", "exact answers", "packed reads per answer"], rows, lines)

@@ -23,6 +23,13 @@ class Outcome:
     lines: list[str] = field(default_factory=list)
 
 
+def model_name(model: str | None) -> str:
+    """A model as a report names it: a hub id whole, of a path its last part, since folders differ by machine."""
+    if model is None:
+        return "SmolLM2-135M-Instruct"
+    return Path(model).resolve().name if Path(model).exists() else model
+
+
 def provenance() -> dict[str, Any]:
     """Machine, date and versions that produced a number."""
     return {
