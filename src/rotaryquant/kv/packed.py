@@ -7,11 +7,8 @@ blocks. What is packed when is decided here alone:
 - with a block-0 mean or protection, nothing is packed before the first block is complete.
 """
 
-import functools
 import logging
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,30 +18,11 @@ from rotaryquant.formats.kv import BLOCK
 from rotaryquant.kv import protect
 from rotaryquant.kv.blocks import Row
 from rotaryquant.kv.dense import DenseRows
+from rotaryquant.kv.modes import editable_tensors
 from rotaryquant.kv.rows import PackedRows
 from rotaryquant.ops.streams import CacheView
 
 _log = logging.getLogger(__name__)
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def _ordinary_tensors(
-    method: "Callable[Concatenate[PackedLayer, _P], _R]",
-) -> "Callable[Concatenate[PackedLayer, _P], _R]":
-    """Run a method so that what it stores can be edited later in any mode.
-
-    A tensor made under `torch.inference_mode()` could not be written outside it, and a prompt is often read inside.
-    """
-
-    @functools.wraps(method)
-    def run(self: "PackedLayer", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        held = self.dense.keys
-        copied = held is not None and held.is_inference()  # a deep copy made under inference mode
-        with torch.inference_mode(copied), torch.no_grad():
-            return method(self, *args, **kwargs)
-
-    return run
 
 
 class PackedLayer(PackedRows):
@@ -74,7 +52,7 @@ class PackedLayer(PackedRows):
 
     # ---- what the model sees -------------------------------------------------------------------------------
 
-    @_ordinary_tensors
+    @editable_tensors
     def update(self, keys: Tensor, values: Tensor) -> None:
         """Stage the keys and values of new columns.
 
@@ -92,7 +70,7 @@ class PackedLayer(PackedRows):
         self._fresh = keys.shape[2]
         self.columns += self._fresh
 
-    @_ordinary_tensors
+    @editable_tensors
     def settle(self, pads: list[int] | None) -> None:
         """Tell the layer the left pads of each row, after `update` and before `view`.
 
@@ -112,7 +90,7 @@ class PackedLayer(PackedRows):
         if not self.config.tail and not self.exact_newest:
             self.pack_ready()
 
-    @_ordinary_tensors
+    @editable_tensors
     def observe(self, queries: Tensor, scale: float) -> None:
         """Let protection see queries [batch, num_heads, rows, key_width] while a row waits for its first packing."""
         if all(row.packed_len > 0 for row in self.rows):
@@ -128,7 +106,7 @@ class PackedLayer(PackedRows):
         """Declare that the updates to come are one prompt."""
         self.prefilling = True
 
-    @_ordinary_tensors
+    @editable_tensors
     def end_prefill(self) -> None:
         """The prompt is over: pack what may be packed."""
         self.prefilling = False
@@ -170,7 +148,7 @@ class PackedLayer(PackedRows):
             return 0  # both are decided from a whole first block, so that the write route cannot matter
         return seq_len // BLOCK * BLOCK if self.config.tail else seq_len
 
-    @_ordinary_tensors
+    @editable_tensors
     def pack_ready(self) -> None:
         """Move every staged token that may be packed into blocks, and drop its exact copy."""
         if not self.pads_known or self.dense.count == 0:
@@ -259,7 +237,7 @@ class PackedLayer(PackedRows):
 
     # ---- editing -------------------------------------------------------------------------------------------
 
-    @_ordinary_tensors
+    @editable_tensors
     def crop(self, columns: int) -> None:
         """Forget the newest `columns` columns; packed rows that stay are not coded again."""
         if columns < 0:
@@ -273,7 +251,7 @@ class PackedLayer(PackedRows):
         self.dense.crop(self.columns)
         self._publish_table()
 
-    @_ordinary_tensors
+    @editable_tensors
     def select(self, index: Tensor) -> None:
         """Keep rows `index` (int64 [new_batch], repeats allowed) in that order; rows that repeat share blocks."""
         self.select_rows(index)

@@ -96,12 +96,13 @@ def run(
             packed_positions = torch.arange(packed_len, device=q.device)
             positions.append(torch.where(packed_positions < view.num_sinks, -1, packed_positions))
         if view.dense_keys is not None and view.dense_values is not None and view.dense_positions is not None:
-            used = view.dense_positions[b] >= 0  # unused slots may hold anything, NaN included
+            places = view.dense_positions[b].to(q.device)  # bookkeeping stays on the CPU
+            used = places >= 0  # unused slots may hold anything, NaN included
             repeat = num_heads // view.dense_keys.shape[1]
             keys = view.dense_keys[b][:, used].float().repeat_interleave(repeat, 0)
             logits.append(q[b].float() @ keys.transpose(-1, -2))
             values.append(view.dense_values[b][:, used].float().repeat_interleave(repeat, 0))
-            positions.append(view.dense_positions[b][used].long())
+            positions.append(places[used].long())
         if not logits:
             continue
         key_positions = torch.cat(positions)
