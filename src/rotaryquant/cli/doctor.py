@@ -186,10 +186,15 @@ def _gguf() -> Finding:
     return _package("gguf", None, _INSTALL_EXTRA)
 
 
+def _accelerate() -> Finding:
+    return _package("accelerate", None, _INSTALL_EXTRA)
+
+
 def _rich() -> Finding:
     return _package("rich", None, _INSTALL_EXTRA, state="warn")
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    _python, _torch, _transformers, _hub, _gguf, _rich, _native, _threads, _memory, _cache_folder, _default_model,
+    _python, _torch, _transformers, _hub, _gguf, _accelerate, _rich, _native, _threads, _memory, _cache_folder,
+    _default_model,
 )  # fmt: skip

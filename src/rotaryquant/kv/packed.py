@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rotaryquant.config import KVCacheConfig
 from rotaryquant.formats.kv import BLOCK
-from rotaryquant.kv import protect
+from rotaryquant.kv import heap, protect
 from rotaryquant.kv.blocks import Row
 from rotaryquant.kv.dense import DenseRows
 from rotaryquant.kv.modes import editable_tensors
@@ -174,6 +174,8 @@ class PackedLayer(PackedRows):
                 self.dense.keep_sinks(index, row.pad, begin, min(end, self.config.sinks))
         self._place(0)
         self.dense.release(min(row.pad + row.packed_len for row in self.rows))
+        if self.prefilling:  # only a streamed prompt is packed while it is read
+            heap.give_back()
 
     def _choose_means(self, keys: Tensor, begins: list[int], ends: list[int]) -> None:
         """Fix the mean of rows whose first block is about to be packed."""
