@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=16_384)
-    parser.add_argument("--chunk", type=int, default=128)
+    parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--mode", choices=("deferred", "streaming"), help="measure one mode in this process")
     args = parser.parse_args()
     if args.mode:
