@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rotaryquant.config import KVCacheConfig, parse_kv
 from rotaryquant.counters import Counters
-from rotaryquant.errors import ConfigError, RotaryQuantError
+from rotaryquant.errors import ConfigError
 from rotaryquant.evals.report import Outcome, model_name, provenance
 from rotaryquant.evals.statistics import ratio_interval
 from rotaryquant.evals.teacher_forcing import Chunk, packed_chunks, reference_logits, stock_chunks
@@ -259,6 +259,3 @@ def _outcome(data: dict[str, Any]) -> Outcome:
                 f"(95% {other['low']:.4f}..{other['high']:.4f})"
             )
     return Outcome(data, headers, rows, lines)
-
-
-__all__ = ["RotaryQuantError", "Scores", "add_arguments", "measure", "result_of", "run", "windows_of"]
