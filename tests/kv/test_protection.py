@@ -12,6 +12,7 @@ from rotaryquant.attention import AttentionOptions
 from rotaryquant.errors import UnsupportedModelError
 from rotaryquant.kv import protect
 from rotaryquant.kv.packed import PackedLayer
+from rotaryquant.kv.state import merge_layers
 from support.drive import feed, seen_rows
 
 TOKENS, WIDTH = 256, 128
@@ -120,6 +121,19 @@ def test_a_row_that_is_packed_later_is_judged_as_well() -> None:
     assert layer.keys is not None
     assert layer.finding is not None
     assert layer.keys.format.bits == 8 or layer.finding.action == "exposed"
+
+
+def test_a_row_that_joins_before_it_is_packed_is_judged_as_well() -> None:
+    """The second cache is all exact when it joins, so its keys are first packed under bits chosen without them."""
+    ordinary, huge = biased_keys(0.0), biased_keys(605.0, seed=1)
+    waiting = PackedLayer(BARE, 2)
+    feed(waiting, huge[:, :, :100], huge[:, :, :100], [100], queries=huge[:, :, :100], prompt=1)
+    merged = merge_layers([filled(BARE, ordinary), waiting])
+    more = torch.cat([ordinary, huge])[:, :, :100]
+    feed(merged, more, more, [1] * 100, queries=more)
+    assert [row.packed_len for row in merged.rows][1] == 128
+    assert merged.finding is not None
+    assert merged.finding.action == "exposed"
 
 
 def test_protection_does_not_depend_on_the_write_route() -> None:
