@@ -18,7 +18,8 @@ class KVCacheConfig:
 
     key_bits, value_bits: bits of the codes. rotation: formats.rotation.KINDS. signs: random signs before it.
     scale: "best" (unbiased products for keys, least squares for values) or "norm" (as TurboQuant publishes it).
-    sinks: first tokens kept exact beside their codes. tail: keep the last block exact until it is full.
+    sinks: first tokens kept exact beside their codes. tail: newest tokens that stay exact (up to 32 more do: they are
+    packed 32 at a time), 0 for none.
     mean: subtract a dominating key mean, taken from the first block over coordinates whose RoPE period is at least
     `mean_period` tokens. tau: share of a head's key energy that mean must carry. correct: share of the code noise's
     mean effect on the softmax that is taken off packed logits (0 to 1). protect: give the keys of layers with an
@@ -34,11 +35,11 @@ class KVCacheConfig:
     signs: bool = True
     scale: str = "best"
     sinks: int = 4
-    tail: bool = True
+    tail: int = 48
     mean: bool = True
     tau: float = 0.1
     mean_period: int = 8192
-    correct: float = 0.5
+    correct: float = 1.0
     protect: bool = True
     max_logit_error: float = 2.0
     prefill: str = "deferred"
@@ -57,6 +58,8 @@ class KVCacheConfig:
                 raise ConfigError(f"kv {field}={value!r} is unknown; valid: {', '.join(map(str, valid))}")
         if not 0 <= self.sinks <= BLOCK:
             raise ConfigError(f"kv sinks={self.sinks} must be between 0 and {BLOCK}")
+        if (isinstance(self.tail, bool) and self.tail) or self.tail < 0:
+            raise ConfigError(f"kv tail={self.tail} must be a number of tokens, 0 for none")
         if not 0.0 <= self.tau <= 1.0:
             raise ConfigError(f"kv tau={self.tau} must be between 0 and 1")
         if not 0.0 <= self.correct <= 1.0:
@@ -78,7 +81,7 @@ class KVCacheConfig:
         return keys, values
 
 
-_STRICT = KVCacheConfig("iso3-strict", sinks=0, tail=False, mean=False, correct=0.0, protect=False)
+_STRICT = KVCacheConfig("iso3-strict", sinks=0, tail=0, mean=False, correct=0.0, protect=False)
 
 #: Names that `--kv` takes. `fp16` means: leave the cache alone.
 PRESETS: dict[str, KVCacheConfig | None] = {
@@ -92,6 +95,8 @@ PRESETS: dict[str, KVCacheConfig | None] = {
 }
 
 _FIELDS = {field.name: field.type for field in dataclasses.fields(KVCacheConfig) if field.name != "name"}
+#: Counts for which "off" means 0.
+_COUNTS_OFF = ("sinks", "tail")
 _SWITCH = {"on": True, "off": False, "true": True, "false": False, "1": True, "0": False}
 
 
@@ -100,6 +105,8 @@ def _parse_value(key: str, text: str) -> object:
     try:
         if isinstance(current, bool):
             return _SWITCH[text.lower()]
+        if text.lower() == "off" and key in _COUNTS_OFF:
+            return 0
         return type(current)(text)
     except (KeyError, ValueError):
         wanted = "on or off" if isinstance(current, bool) else f"a value like {current!r}"

@@ -15,13 +15,14 @@ from rotaryquant.errors import ConfigError
 from rotaryquant.evals import fidelity
 from rotaryquant.evals.teacher_forcing import (
     PathError,
-    block_chunks,
     expected_reads,
     packed_chunks,
     reference_logits,
+    still_chunks,
     stock_chunks,
 )
 from rotaryquant.integrations.transformers.checkpoints import Loaded
+from rotaryquant.kv.tail import packed_end
 from rotaryquant.ops.quantize import reference as quantize_reference
 from support.models import random_tokens, relative_error, tiny
 from support.tiny_llm import byte_tokenizer, save_tiny
@@ -47,11 +48,18 @@ def scores(model: Any, ids: torch.Tensor, spec: str) -> dict[str, Any]:
     return fidelity.result_of(found[spec], exact, [len(ids) - 1 - len(ids) // 2])
 
 
-def test_chunks_cover_everything_and_cross_no_block() -> None:
+@pytest.mark.parametrize("spec", ["iso3", "iso3-strict", "iso3,tail=7,mean=off,protect=off", "fp16"])
+def test_chunks_cover_everything_and_nothing_is_packed_within(spec: str) -> None:
+    kv = parse_kv(spec)
     for begin, end, step in ((0, 1, 128), (5, 700, 128), (127, 129, 128), (350, 699, 7)):
-        chunks = list(block_chunks(begin, end, step))
+        chunks = list(still_chunks(begin, end, kv, step))
         assert [chunks[0][0], *[stop for _, stop in chunks]] == [begin, *[a for a, _ in chunks[1:]], end]
-        assert all(a // 128 == (b - 1) // 128 and b - a <= step for a, b in chunks)
+        assert all(b - a <= step for a, b in chunks)
+        if kv is not None and kv.tail:
+            first_and_last = [(packed_end(kv, a, fresh=True), packed_end(kv, b - 1, fresh=True)) for a, b in chunks]
+            assert all(first == last for first, last in first_and_last)
+        else:
+            assert len(chunks) == -(-(end - begin) // step)
 
 
 @pytest.mark.parametrize("spec", ["iso3", "iso3-strict", "iso3,tail=off", "iso4,sinks=0"])
@@ -76,7 +84,7 @@ def test_the_harness_itself_costs_nothing(model: Any, ids: torch.Tensor) -> None
 
 def test_reads_are_those_of_every_position_and_layer(model: Any, ids: torch.Tensor) -> None:
     row = scores(model, ids, "iso3")
-    wanted = sum(position // 128 * 128 - 4 for position in range(350, 699))
+    wanted = sum((position - 48) // 32 * 32 - 4 for position in range(350, 699))
     assert row["packed_reads"] == 2 * wanted  # two layers
     assert row["dense_reads"] == 2 * sum(position + 1 for position in range(350, 699)) - 2 * wanted
     strict = scores(model, ids, "iso3-strict")
@@ -103,7 +111,7 @@ def test_more_bits_are_better_and_broken_codes_are_much_worse(
 def test_a_run_that_reads_too_few_packed_rows_fails(
     model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rotaryquant.kv.packed.PackedLayer._packable_end", lambda self, seq_len, packed_len: packed_len)
+    monkeypatch.setattr("rotaryquant.kv.packed.packed_end", lambda config, seq_len, fresh: 0)
     with enabled(model, "iso3") as state:
         assert state is not None
         chunks = packed_chunks(model, state.new_cache(), ids, 350)
@@ -115,7 +123,7 @@ def test_expected_reads_waits_for_the_first_block() -> None:
     with enabled(tiny(), "iso3") as state:
         assert state is not None
         assert expected_reads(state.new_cache(), 100, 128) == 0
-        assert expected_reads(state.new_cache(), 128, 130) == 2 * 124
+        assert expected_reads(state.new_cache(), 128, 130) == 2 * 60
 
 
 def test_the_interval_between_two_configurations_is_paired(tmp_path: Path) -> None:

@@ -75,6 +75,6 @@ def test_questions_leave_the_context_as_it_was_and_read_packed_rows(loaded: Any)
 
 def test_answers_without_packed_reads_are_refused(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     haystack = build_haystack(loaded, LINES, 1500, 1, random.Random(1))
-    monkeypatch.setattr("rotaryquant.kv.packed.PackedLayer._packable_end", lambda self, seq_len, packed_len: packed_len)
+    monkeypatch.setattr("rotaryquant.kv.packed.packed_end", lambda config, seq_len, fresh: 0)
     with pytest.raises(PathError, match="read no packed row"):
         needle.ask(loaded, haystack, parse_kv("iso3"))

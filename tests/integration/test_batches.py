@@ -156,10 +156,17 @@ def test_repeated_rows_share_their_past_and_part_ways(model: PreTrainedModel) ->
             assert relative_error(got[row : row + 1], want) < 1e-4
 
 
-@pytest.mark.parametrize("kv", ["iso3", "iso3-strict", "iso3,tail=off"])
-def test_every_beam_attends_to_its_own_history(model: PreTrainedModel, kv: str) -> None:
-    """The score of each returned beam is what its tokens get when they are forced on a cache of their own."""
-    prompt = random_tokens(1, 240, seed=2)
+@pytest.mark.parametrize(
+    ("kv", "columns", "packed"),
+    [("iso3", 270, 256), ("iso3,tail=1", 220, 256), ("iso3-strict", 240, 279), ("iso3,tail=off", 240, 279)],
+)
+def test_every_beam_attends_to_its_own_history(model: PreTrainedModel, kv: str, columns: int, packed: int) -> None:
+    """The score of each returned beam is what its tokens get when they are forced on a cache of their own.
+
+    A shared open block is written on the way, and sealed: with 192, 224 and 256 positions packed, all of the prompt;
+    with a tail of 1, up to 36 of them each beam's own; without one, token by token.
+    """
+    prompt = random_tokens(1, columns, seed=2)
     with enabled(model, kv) as state:
         assert state is not None
         out = model.generate(
@@ -174,15 +181,15 @@ def test_every_beam_attends_to_its_own_history(model: PreTrainedModel, kv: str) 
         )
         assert len({tuple(row) for row in out.sequences.tolist()}) == 3
         assert state.cache is not None
-        assert state.cache.packed_layers()[0].rows[0].packed_len >= 256
+        assert state.cache.packed_layers()[0].rows[0].packed_len == packed
         for sequence, score in zip(out.sequences, out.sequences_scores, strict=True):
             cache = state.new_cache()
             mask = torch.ones_like(sequence[None])
             with cache.prefill():
-                first = teacher_forced(model, sequence[None], mask, cache, [240])
-            rest = teacher_forced(model, sequence[None], mask, cache, [1] * 39, start=240)
+                first = teacher_forced(model, sequence[None], mask, cache, [columns])
+            rest = teacher_forced(model, sequence[None], mask, cache, [1] * 39, start=columns)
             logits = torch.cat([first[:, -1:], rest], 1)[0].float()
-            chosen = logits.log_softmax(-1)[torch.arange(40), sequence[240:]]
+            chosen = logits.log_softmax(-1)[torch.arange(40), sequence[columns:]]
             assert float(chosen.sum()) == pytest.approx(float(score), abs=2e-2)
 
 
@@ -206,13 +213,16 @@ def test_sampled_sequences_part_ways_after_a_shared_prompt(model: PreTrainedMode
 
 @pytest.mark.parametrize(
     ("kv", "drop"),
-    [*((STRICT3, drop) for drop in (1, 5, 20, 22, 23, 60, 150)), *((LOSSLESS, drop) for drop in (5, 22, 23, 150))],
+    [
+        *((STRICT3, drop) for drop in (1, 5, 82, 83, 84, 120, 212)),
+        *((LOSSLESS, drop) for drop in (5, 51, 52, 53, 84, 85, 212)),
+    ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_crop_then_other_tokens_equals_a_fresh_run(model: PreTrainedModel, kv: KVCacheConfig, drop: int) -> None:
-    """150 tokens: the tail begins at 128, so the cut lies within it, at its edge, or in a sealed block."""
-    ids, other = random_tokens(1, 150), random_tokens(1, 30, seed=7)
-    kept = 150 - drop
+    """212 tokens: the tail begins at 160, so the cut lies in it, in an open or a sealed block, or at an edge."""
+    ids, other = random_tokens(1, 212), random_tokens(1, 30, seed=7)
+    kept = 212 - drop
     with enabled(model, kv) as state, torch.no_grad():
         assert state is not None
         cache = state.new_cache()

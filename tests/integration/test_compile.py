@@ -32,7 +32,7 @@ def compile_config() -> CompileConfig:
 @pytest.mark.parametrize("kv", [LOSSLESS, "iso3"], ids=["lossless", "iso3"])
 def test_static_cache_compiles_whole_and_gives_the_same_tokens(family: str, kv: object) -> None:
     model = build(family)
-    ids = random_tokens(2, 150, vocab=256)
+    ids = random_tokens(2, 203, vocab=256)  # 128 packed; in row 1 another 32 on the way
     mask = torch.ones_like(ids)
     mask[0, :17] = 0
     options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
@@ -43,6 +43,7 @@ def test_static_cache_compiles_whole_and_gives_the_same_tokens(family: str, kv: 
             got = model.generate(ids, cache_implementation="static", compile_config=compile_config(), **options)
             assert torch.equal(got, plain)
             assert state.cache.counters.packed_calls > 0
+            assert [row.packed_len for row in state.cache.packed_layers()[0].rows] == [128, 160]
     assert dynamo.utils.counters["stats"]["unique_graphs"] == _LAYER_KINDS[family]
     assert not dynamo.utils.counters["graph_break"]
 

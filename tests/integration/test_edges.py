@@ -221,7 +221,7 @@ def _attention_cosine(config: KVCacheConfig, keys: Tensor) -> float:
 
 
 def _strict(**changes: Any) -> KVCacheConfig:
-    return KVCacheConfig("switch", **{"sinks": 0, "tail": False, "mean": False, "protect": False, **changes})
+    return KVCacheConfig("switch", **{"sinks": 0, "tail": 0, "mean": False, "protect": False, **changes})
 
 
 def test_output_needs_the_inverse_rotation() -> None:

@@ -182,7 +182,9 @@ def test_another_cache_implementation_is_refused(model: PreTrainedModel, impleme
         ("iso3,sinks", r"option 'sinks' is unknown"),
         ("iso3,name=x", r"option 'name=x' is unknown"),
         ("iso3,sinks=many", r"kv sinks='many': wanted a value like 4"),
-        ("iso3,tail=perhaps", r"kv tail='perhaps': wanted on or off"),
+        ("iso3,tail=perhaps", r"kv tail='perhaps': wanted a value like 48"),
+        ("iso3,tail=on", r"kv tail='on': wanted a value like 48"),
+        ("iso3,mean=perhaps", r"kv mean='perhaps': wanted on or off"),
         ("iso3,sinks=1,sinks=2", r"'sinks' is given twice"),
         ("key_bits=5", r"kv key_bits=5 is unknown; valid: 2, 3, 4, 8, 32"),
         ("value_bits=1", r"kv value_bits=1 is unknown"),
@@ -191,6 +193,7 @@ def test_another_cache_implementation_is_refused(model: PreTrainedModel, impleme
         ("prefill=eager", r"kv prefill='eager' is unknown; valid: deferred, streaming"),
         ("sinks=-1", r"kv sinks=-1 must be between 0 and 128"),
         ("sinks=129", r"kv sinks=129 must be between 0 and 128"),
+        ("tail=-1", r"kv tail=-1 must be a number of tokens"),
         ("tau=1.5", r"kv tau=1\.5 must be between 0 and 1"),
         ("correct=2", r"kv correct=2\.0 must be between 0 and 1"),
         ("max_logit_error=0", r"kv max_logit_error=0\.0 must be above 0"),
@@ -228,7 +231,7 @@ def test_every_preset_is_in_force_as_it_says(model: PreTrainedModel, preset: str
     assert layer.values.format.bits == wanted.value_bits
     # bytes as asked for: no tail means that nothing stays in 16 bits
     assert layer.keys.packed.codes[0].shape[-1] == 64 * wanted.key_bits // 8
-    assert (layer.dense.count > 0) == wanted.tail
+    assert layer.dense.count == (263 - 192 if wanted.tail else 0)
     assert state.cache.counters.packed_reads > 0
 
 
@@ -239,7 +242,9 @@ def test_every_preset_is_in_force_as_it_says(model: PreTrainedModel, preset: str
         ("iso3, value_bits=2", "value_bits", 2),
         ("rotation=so3", "rotation", "so3"),
         ("signs=off", "signs", False),
-        ("iso3-strict,tail=on", "tail", True),
+        ("iso3-strict,tail=64", "tail", 64),
+        ("iso3,tail=off", "tail", 0),
+        ("iso3,sinks=off", "sinks", 0),
         ("mean=false", "mean", False),
         ("sinks=0", "sinks", 0),
         ("tau=0.25", "tau", 0.25),
@@ -382,12 +387,12 @@ def test_learned_sinks_reach_the_packed_path(kv: str, monkeypatch: pytest.Monkey
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.sinks.fill_(4.0)
-    ids = random_tokens(1, 150, vocab=256)
+    ids = random_tokens(1, 213, vocab=256)
     with torch.no_grad():
         if kv == "lossless":
             cache = DynamicCache(config=model.config)
-            model(ids[:, :140], cache=cache)
-            want = model(ids[:, 140:141], cache=cache).logits
+            model(ids[:, :212], cache=cache)
+            want = model(ids[:, 212:], cache=cache).logits
         else:
             want = _packed_step(model, "iso3", ids, monkeypatch, "reference")
         got = _packed_step(model, LOSSLESS_STRICT if kv == "lossless" else "iso3", ids, monkeypatch, None)
@@ -401,15 +406,15 @@ def test_learned_sinks_reach_the_packed_path(kv: str, monkeypatch: pytest.Monkey
 def _packed_step(
     model: PreTrainedModel, kv: str | KVCacheConfig, ids: Tensor, monkeypatch: pytest.MonkeyPatch, kernel: str | None
 ) -> Tensor:
-    """Logits of token 141 read through packed rows."""
+    """Logits of the last of 213 tokens, read through packed rows in a sealed and an open block."""
     if kernel is not None:
         monkeypatch.setenv("RQ_KERNEL", kernel)
     with enabled(model, kv) as state, torch.no_grad():
         assert state is not None
         cache = state.new_cache()
         with cache.prefill():
-            model(ids[:, :140], cache=cache)
-        logits: Tensor = model(ids[:, 140:141], cache=cache).logits
+            model(ids[:, :212], cache=cache)
+        logits: Tensor = model(ids[:, 212:], cache=cache).logits
         assert cache.counters.packed_reads > 0
     monkeypatch.delenv("RQ_KERNEL", raising=False)
     return logits

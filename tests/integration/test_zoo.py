@@ -1,5 +1,6 @@
 """Every family through the packed cache: the same logits and the same tokens as through transformers' own."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -67,8 +68,8 @@ def test_packed_blocks_of_a_long_prompt_are_read(model: PreTrainedModel) -> None
         got = teacher_forced(model, ids, mask, cache, chunks)
     assert cache.counters.packed_calls > 0
     assert cache.counters.packed_reads > 0
-    # the second block (positions 128..255) is packed in row 0, whose 275 tokens reach past 256
-    assert [row.packed_len for row in cache.packed_layers()[0].rows] == [256, 256]
+    # 32 positions of the second block are packed before row 0 grows to 275 tokens, and to 272 without the last three
+    assert [row.packed_len for row in cache.packed_layers()[0].rows] == [224, 192]
     seen = mask.bool()
     assert relative_error(got[seen], want[seen]) <= 1e-5
 
@@ -109,16 +110,21 @@ def test_generated_tokens_equal_stock_attention(model: PreTrainedModel, mode: st
         *((family, "prompt-lookup") for family in ("olmoe", "gemma4_moe")),
     ],
 )
-def test_generated_tokens_equal_when_a_block_is_packed_on_the_way(family: str, mode: str) -> None:
-    model, ids = build(family), _prompt(250)
+@pytest.mark.parametrize(("tail", "columns", "packed"), [(48, 296, 256), (1, 212, 224), (1, 244, 256)])
+def test_generated_tokens_equal_when_rows_are_packed_on_the_way(
+    family: str, mode: str, tail: int, columns: int, packed: int
+) -> None:
+    """32 more rows seal a block or leave it open; with a tail of 1, some of them were generated."""
+    # packed just before the end, where beams still differ; prompt lookup ends with a forward of several tokens
+    model, ids = build(family), _prompt(columns + (2 if mode == "prompt-lookup" else 0))
     want = _generate(model, ids, **GENERATE[mode])
-    with enabled(model, LOSSLESS) as state:
+    with enabled(model, dataclasses.replace(LOSSLESS, tail=tail)) as state:
         got = _generate(model, ids, **GENERATE[mode])
         assert state is not None
         assert state.cache is not None
         layer = state.cache.packed_layers()[0]
     assert torch.equal(got, want)
-    assert layer.rows[0].packed_len == 256
+    assert layer.rows[0].packed_len == packed
     assert state.cache.counters.packed_calls > 0
 
 
@@ -142,7 +148,7 @@ def test_second_turn_on_the_same_cache(model: PreTrainedModel) -> None:
 
 def test_three_bit_kernels_agree_with_the_reference(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same codes either way; the reference unpacks every row, the kernels never do."""
-    ids = random_tokens(2, 140, vocab=VOCAB)
+    ids = random_tokens(2, 220, vocab=VOCAB)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     logits = []
@@ -155,10 +161,11 @@ def test_three_bit_kernels_agree_with_the_reference(model: PreTrainedModel, monk
             assert state is not None
             cache = state.new_cache()
             with cache.prefill():
-                first = teacher_forced(model, ids, mask, cache, [133])
-            rest = teacher_forced(model, ids, mask, cache, [1, 1, 1, 1, 3], start=133)
+                first = teacher_forced(model, ids, mask, cache, [213])
+            rest = teacher_forced(model, ids, mask, cache, [1, 1, 1, 1, 3], start=213)
             logits.append(torch.cat([first, rest], 1)[mask.bool()])
             assert cache.counters.packed_calls > 0
+            assert [row.packed_len for row in cache.packed_layers()[0].rows] == [160, 160]
     assert relative_error(logits[1], logits[0]) <= 1e-3
 
 

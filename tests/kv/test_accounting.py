@@ -14,7 +14,7 @@ from rotaryquant.kv.packed import PackedLayer
 from support.drive import feed, packed_bytes
 
 KV_HEADS = 2
-STRICT = KVCacheConfig(sinks=0, tail=False, mean=False, protect=False)
+STRICT = KVCacheConfig(sinks=0, tail=0, mean=False, protect=False)
 
 
 def rows(columns: int, width: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -137,21 +137,21 @@ def layer_bits(layer: PackedLayer) -> LayerBits:
 @pytest.mark.parametrize("sinks", [0, 4])
 @pytest.mark.parametrize(("mean", "width"), [(True, 64), (False, 128)])
 def test_bits_equal_what_a_decoding_layer_stores(sinks: int, mean: bool, width: int) -> None:
-    """Over a whole block, with the tail that the layer really has; and the mean over its fill by the formula."""
+    """Over four packings, with the tail that the layer really has; and the mean over its fill by the formula."""
     layer = filled(KVCacheConfig(sinks=sinks, mean=mean, tau=0.0), 256, width)
     total, fills = 0.0, []
     for length in range(257, 385):
         feed(layer, *rows(1, width, length), [1])
         record = layer_bits(layer)
         fill = length - layer.rows[0].packed_len
-        if fill in (1, 2, 63, 127, 128):
+        if fill in (49, 50, 63, 64, 79, 80):
             assert stored_bits(layer) == record.bits(length, fill)
         fills.append(fill)
         total += record.bits(2000, fill) / record.values_of(2000)
-    assert fills == list(range(1, 129))
+    assert fills == [*range(65, 81), *list(range(49, 81)) * 3, *range(49, 65)]
     assert bits_per_value([layer_bits(layer)], 2000) == pytest.approx(total / 128, rel=1e-12)
     assert bits_worst([layer_bits(layer)], 2000) == pytest.approx(
-        layer_bits(layer).bits(2000, 128) / layer_bits(layer).values_of(2000), rel=1e-12
+        layer_bits(layer).bits(2000, 80) / layer_bits(layer).values_of(2000), rel=1e-12
     )
 
 
@@ -164,7 +164,7 @@ def test_strict_rows_cost_their_codes_and_scale_alone() -> None:
 
 def _record(key_bits: int = 3, **changes: object) -> LayerBits:
     keys, values = StreamFormat("key", 128, key_bits, "score"), StreamFormat("value", 128, 3, "value")
-    return dataclasses.replace(LayerBits(keys, values, 8, 4, True, 0), **changes)
+    return dataclasses.replace(LayerBits(keys, values, 8, 4, 48, 0), **changes)
 
 
 def test_default_stays_under_three_and_a_half_bits_at_four_thousand_tokens() -> None:
@@ -180,8 +180,22 @@ def test_boosted_layers_count() -> None:
     assert mixed == pytest.approx(bits_per_value([ordinary], 4096) + (5 / 2) / 4 * (4096 - 64.5) / 4096, rel=1e-9)
 
 
-def test_a_sequence_shorter_than_the_tail_is_exact_and_counted_once() -> None:
-    assert _record().bits(10, 64.5) == 10 * 8 * 256 * 16
+@pytest.mark.parametrize("tokens", [10, 64, 65, 127])
+def test_a_sequence_shorter_than_the_first_block_is_exact_and_counted_once(tokens: int) -> None:
+    assert _record().bits(tokens, 64.5) == tokens * 8 * 256 * 16
+    assert bits_per_value([_record()], tokens) == bits_worst([_record()], tokens) == 16
+
+
+def test_a_sequence_of_the_first_block_has_packed_rows() -> None:
+    assert _record().bits(128, 64.5) == 8 * 256 * ((128 - 64.5) * 3.125 + (64.5 + 4) * 16)
+
+
+@pytest.mark.parametrize("tokens", [128, 150, 216])
+def test_a_sequence_shorter_than_a_long_tail_is_exact_and_counted_once(tokens: int) -> None:
+    record = _record(tail=200)
+    assert bits_per_value([record], tokens) == bits_worst([record], tokens) == 16
+    assert bits_worst([record], 232) == 16
+    assert bits_worst([record], 240) == ((240 - 232) * 3.125 + (232 + 4) * 16) / 240
 
 
 def test_layers_left_alone_pull_the_whole_up() -> None:

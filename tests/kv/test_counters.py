@@ -44,8 +44,9 @@ def test_packed_reads_are_length_minus_sinks_minus_tail() -> None:
     x = torch.randn(1, 2, 305, 64)
     feed(layer, x, x, [300], prompt=1)
     feed(layer, x, x, [1] * 5, start=300, counters=counters)
-    assert counters.packed_reads == 5 * (256 - 4)
-    assert counters.dense_reads == sum(301 + i - 252 for i in range(5))
+    packed = 4 * (224 - 4) + (256 - 4)  # 304 tokens are the first that leave 48 behind 256
+    assert counters.packed_reads == packed
+    assert counters.dense_reads == sum(301 + i for i in range(5)) - packed
     assert (counters.packed_calls, counters.dense_calls) == (5, 0)
 
 
@@ -62,7 +63,7 @@ def test_exact_calls_are_counted_apart() -> None:
 
 
 def test_rows_of_a_batch_add_up_without_their_pads() -> None:
-    layer, counters = PackedLayer(KVCacheConfig(sinks=0, tail=False, mean=False, protect=False), 0), Counters()
+    layer, counters = PackedLayer(KVCacheConfig(sinks=0, tail=0, mean=False, protect=False), 0), Counters()
     x = torch.randn(2, 2, 21, 64)
     feed(layer, x, x, [20], pads=[0, 13], prompt=1)
     feed(layer, x, x, [1], start=20, counters=counters)
@@ -71,7 +72,7 @@ def test_rows_of_a_batch_add_up_without_their_pads() -> None:
 
 
 def test_a_window_limits_what_is_read() -> None:
-    layer, counters = PackedLayer(KVCacheConfig(sinks=0, tail=False, mean=False, protect=False), 0), Counters()
+    layer, counters = PackedLayer(KVCacheConfig(sinks=0, tail=0, mean=False, protect=False), 0), Counters()
     x = torch.randn(1, 2, 41, 64)
     feed(layer, x, x, [40], prompt=1)
     feed(layer, x, x, [1], start=40, counters=counters, options=AttentionOptions(0.1, window=9))

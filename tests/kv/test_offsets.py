@@ -9,7 +9,7 @@ from rotaryquant.kv.packed import PackedLayer
 from support.drive import feed, packed_bytes
 from support.models import relative_error
 
-STRICT = KVCacheConfig("strict", sinks=0, tail=False, mean=False, protect=False)
+STRICT = KVCacheConfig("strict", sinks=0, tail=0, mean=False, protect=False)
 BLOCKS = 8
 #: Bytes between two blocks: the last of 8 lies beyond 2^32, the fourth beyond 2^31.
 STRIDE = 5 * 2**27

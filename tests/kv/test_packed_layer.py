@@ -17,11 +17,11 @@ from support.drive import feed, packed_bytes, seen_rows
 from support.models import LOSSLESS_VARIANTS, relative_error
 
 KV_HEADS = 2
-STRICT = KVCacheConfig("strict", sinks=0, tail=False, mean=False, protect=False)
+STRICT = KVCacheConfig("strict", sinks=0, tail=0, mean=False, protect=False)
 RULES: dict[str, KVCacheConfig] = {
     "default": KVCacheConfig(),
     "streaming": KVCacheConfig(prefill="streaming"),
-    "no tail": KVCacheConfig(tail=False),
+    "no tail": KVCacheConfig(tail=0),
     "no mean": KVCacheConfig(mean=False),
     "no sinks": KVCacheConfig(sinks=0),
     "strict": STRICT,
@@ -56,9 +56,9 @@ def routes(columns: int) -> dict[str, tuple[list[int], int]]:
 
 def due(config: KVCacheConfig, columns: int) -> int:
     """Positions that may be packed by then."""
-    if config.mean and columns < 128:
+    if (config.mean or config.tail) and columns < 128:
         return 0
-    return columns // 128 * 128 if config.tail else columns
+    return (columns - config.tail) // 32 * 32 if config.tail else columns
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,19 @@ def packed_lens(config: KVCacheConfig, columns: int, **kwargs: Any) -> list[int]
     return found
 
 
-def test_a_tail_block_is_packed_when_the_first_token_after_it_arrives() -> None:
+def test_the_tail_is_packed_32_tokens_at_a_time_when_the_next_one_arrives() -> None:
     lens = packed_lens(KVCacheConfig(), 258)
-    assert lens == [0] * 128 + [128] * 128 + [256] * 2
+    assert lens == [0] * 128 + [64] * 16 + [96] * 32 + [128] * 32 + [160] * 32 + [192] * 18
+    assert {length - packed for length, packed in enumerate(lens, 1) if packed} == set(range(49, 81))
+
+
+@pytest.mark.parametrize("tail", [1, 31, 32, 128, 200])
+def test_at_least_tail_tokens_stay_exact(tail: int) -> None:
+    config = KVCacheConfig(tail=tail)
+    lens = packed_lens(config, 300)
+    fills = [length - packed for length, packed in enumerate(lens, 1) if packed]
+    assert min(fills) == tail + 1
+    assert max(fills[40:]) == tail + 32
 
 
 def test_without_a_tail_every_token_is_packed_at_once() -> None:
@@ -135,7 +145,7 @@ def test_without_a_tail_every_token_is_packed_at_once() -> None:
 
 
 def test_without_a_tail_a_mean_waits_for_the_first_block() -> None:
-    lens = packed_lens(KVCacheConfig(tail=False), 140)
+    lens = packed_lens(KVCacheConfig(tail=0), 140)
     assert lens == [0] * 127 + list(range(128, 141))
 
 
@@ -146,7 +156,7 @@ def test_deferred_prompt_stays_exact_until_it_is_over() -> None:
     feed(layer, keys, values, [100, 100, 100])
     assert layer.all_exact()
     layer.end_prefill()
-    assert layer.rows[0].packed_len == 256
+    assert layer.rows[0].packed_len == 224
 
 
 def test_streaming_prompt_keeps_only_its_newest_chunk_exact() -> None:
@@ -213,12 +223,12 @@ def test_mean_stays_off_coordinates_that_rope_turns() -> None:
 
 
 def test_removing_a_dominating_mean_pays() -> None:
-    keys, values = random_rows(1, 256, offset=6.0)
+    keys, values = random_rows(1, 300, offset=6.0)
     errors = {}
     for mean in (True, False):
         layer = PackedLayer(KVCacheConfig(mean=mean, protect=False, sinks=0), 0)
-        feed(layer, keys, values, [256], prompt=1)
-        errors[mean] = relative_error(layer.decode_keys(0)[0], keys[0, 0])
+        feed(layer, keys, values, [300], prompt=1)
+        errors[mean] = relative_error(layer.decode_keys(0)[0], keys[0, 0, :224])
     assert errors[True] < 0.3 * errors[False]
 
 
@@ -279,9 +289,9 @@ def test_a_row_of_pads_alone_may_still_get_more() -> None:
 
 
 @pytest.mark.parametrize("rule", ["default", "no tail", "strict"])
-@pytest.mark.parametrize("drop", [1, 4, 43, 44, 45, 100, 172, 173, 299, 300])
+@pytest.mark.parametrize("drop", [1, 4, 43, 44, 45, 75, 76, 77, 100, 171, 172, 173, 299, 300])
 def test_crop_keeps_the_codes_of_what_stays(rule: str, drop: int) -> None:
-    """300 tokens: the cut falls into the tail, on its edge, into a sealed block, on a block's edge, everywhere."""
+    """300 tokens: the cut falls into the tail (of 76), on its edge, into an open or a sealed block, on their edge."""
     keys, values = random_rows(1, 300)
     layer = PackedLayer(RULES[rule], 0)
     feed(layer, keys, values, [300], prompt=1)
@@ -337,10 +347,12 @@ def test_crop_refuses_a_negative_count() -> None:
 
 @pytest.mark.parametrize("rule", ["default", "no tail", "strict"])
 def test_forked_rows_share_blocks_until_they_are_written(rule: str) -> None:
-    keys, values = random_rows(1, 200)
+    """One sealed block and an open one, of which 32 positions are packed beside a tail of 52."""
+    keys, values = random_rows(1, 212)
     layer = PackedLayer(RULES[rule], 0)
-    feed(layer, keys, values, [200], prompt=1)
+    feed(layer, keys, values, [212], prompt=1)
     shared = list(layer.rows[0].blocks)
+    assert (len(shared), layer.rows[0].packed_len) == (2, due(RULES[rule], 212))
     bytes_before = layer.keys.nbytes if layer.keys is not None else 0
     layer.select(torch.tensor([0, 0, 0]))
     assert [row.blocks for row in layer.rows] == [shared] * 3
@@ -353,7 +365,7 @@ def test_forked_rows_share_blocks_until_they_are_written(rule: str) -> None:
     assert len({row[1] for row in blocks}) == 3
     for index in range(3):
         alone = PackedLayer(RULES[rule], 0)
-        feed(alone, keys, values, [200], prompt=1)
+        feed(alone, keys, values, [212], prompt=1)
         feed(alone, more_keys[index : index + 1], more_values[index : index + 1], [1] * 100)
         for x, y in zip(packed_bytes(layer, index), packed_bytes(alone), strict=True):
             assert torch.equal(x, y)
@@ -372,6 +384,30 @@ def test_cropping_one_of_two_forks_into_a_sealed_block_spares_the_other() -> Non
     for row in range(2):
         for got, want in zip(packed_bytes(layer, row), before, strict=True):
             assert torch.equal(got, want[:, :200])
+
+
+@pytest.mark.parametrize("rule", ["default", "no tail", "strict"])
+def test_forks_cropped_within_a_shared_open_block_part_ways(rule: str) -> None:
+    """Both forks forget the end of the open block and go on differently: neither writes into the other's rows."""
+    keys, values = random_rows(1, 300)
+    layer = PackedLayer(RULES[rule], 0)
+    feed(layer, keys, values, [300], prompt=1)
+    before = packed_bytes(layer)
+    layer.select(torch.tensor([0, 0]))
+    layer.crop(100)
+    more_keys, more_values = random_rows(2, 160, seed=5)
+    feed(layer, more_keys, more_values, [1] * 160)
+    assert layer.rows[0].blocks[0] == layer.rows[1].blocks[0]
+    assert layer.rows[0].blocks[1] != layer.rows[1].blocks[1]
+    for row in range(2):
+        alone = PackedLayer(RULES[rule], 0)
+        feed(alone, keys, values, [300], prompt=1)
+        alone.crop(100)
+        part = slice(row, row + 1)
+        feed(alone, more_keys[part], more_values[part], [1] * 160)
+        for got, want, old in zip(packed_bytes(layer, row), packed_bytes(alone), before, strict=True):
+            assert torch.equal(got, want)
+            assert torch.equal(got[:, :200], old[:, :200])
 
 
 @pytest.mark.parametrize("variant", LOSSLESS_VARIANTS)
@@ -416,7 +452,7 @@ def test_reset_forgets_everything_but_the_configuration() -> None:
     assert (layer.columns, layer.batch_size, layer.nbytes) == (0, 0, 0)
     keys, values = random_rows(1, 150)
     feed(layer, keys, values, [150], prompt=1)
-    assert layer.rows[0].packed_len == 128
+    assert layer.rows[0].packed_len == 96
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------
@@ -425,18 +461,22 @@ def test_reset_forgets_everything_but_the_configuration() -> None:
 @pytest.mark.parametrize("what", ["keys", "values"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_non_finite_rows_name_layer_head_and_row(what: str, bad: float) -> None:
-    keys, values = random_rows(2, 130)
-    (keys if what == "keys" else values)[1, 1, 77, 5] = bad
+    keys, values = random_rows(2, 144)
+    (keys if what == "keys" else values)[1, 1, 95, 5] = bad
     layer = PackedLayer(KVCacheConfig(sinks=0, mean=False), 7)
     with pytest.raises(NonFiniteError, match=rf"layer 7, KV head 1, batch row 1: the {what}"):
-        feed(layer, keys, values, [130], prompt=1)
+        feed(layer, keys, values, [144], prompt=1)
 
 
-def test_non_finite_keys_are_named_with_means_and_protection_on() -> None:
-    keys, values = random_rows(1, 130)
+@pytest.mark.parametrize(("chunks", "packed"), [([144], 0), ([143, 1, 1], 64)])
+def test_non_finite_keys_are_named_with_means_and_protection_on(chunks: list[int], packed: int) -> None:
+    """In the rows that are packed first; and behind them, yet in the block that decides mean and bits."""
+    keys, values = random_rows(1, 145)
     keys[0, 1, 77, 5] = float("nan")
+    layer = PackedLayer(KVCacheConfig(), 7)
     with pytest.raises(NonFiniteError, match=r"layer 7, KV head 1, batch row 0: the keys"):
-        feed(PackedLayer(KVCacheConfig(), 7), keys, values, [130], prompt=1)
+        feed(layer, keys, values, chunks, prompt=1)
+    assert layer.rows[0].packed_len == packed
 
 
 def test_non_finite_pads_do_no_harm() -> None:

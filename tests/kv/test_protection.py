@@ -16,7 +16,8 @@ from rotaryquant.kv.state import merge_layers
 from support.drive import feed, seen_rows
 
 TOKENS, WIDTH = 256, 128
-BARE = KVCacheConfig("bare", sinks=0, mean=False)
+BARE = KVCacheConfig("bare", sinks=0, tail=0, mean=False)
+TAILED = dataclasses.replace(BARE, tail=48)
 
 
 def biased_keys(bias: float, seed: int = 0, rows: int = 1) -> Tensor:
@@ -71,7 +72,7 @@ def test_more_bits_save_them() -> None:
 
 def test_removing_the_mean_saves_them_at_three_bits() -> None:
     keys = biased_keys(605.0)
-    layer = filled(KVCacheConfig(sinks=0), keys)
+    layer = filled(KVCacheConfig(sinks=0, tail=0), keys)
     assert layer.finding is not None
     assert (layer.finding.action, layer.finding.bits, layer.finding.mean_heads) == ("kept", 3, 1)
     assert divergence(layer, keys) <= 0.2
@@ -116,8 +117,8 @@ def test_protection_looks_at_the_worst_row_of_a_batch() -> None:
 def test_a_row_that_is_packed_later_is_judged_as_well() -> None:
     """Row 1 is short when the layer's bits are fixed; its huge keys must not pass in silence."""
     keys = torch.cat([biased_keys(0.0), biased_keys(605.0, seed=1)])
-    layer = filled(BARE, keys, pads=[0, 100], chunks=[140, *[1] * 116])
-    assert layer.rows[1].packed_len == 128
+    layer = filled(TAILED, keys, pads=[0, 100], chunks=[140, *[1] * 116])
+    assert layer.rows[1].packed_len == 96
     assert layer.keys is not None
     assert layer.finding is not None
     assert layer.keys.format.bits == 8 or layer.finding.action == "exposed"
@@ -126,9 +127,9 @@ def test_a_row_that_is_packed_later_is_judged_as_well() -> None:
 def test_a_row_that_joins_before_it_is_packed_is_judged_as_well() -> None:
     """The second cache is all exact when it joins, so its keys are first packed under bits chosen without them."""
     ordinary, huge = biased_keys(0.0), biased_keys(605.0, seed=1)
-    waiting = PackedLayer(BARE, 2)
+    waiting = PackedLayer(TAILED, 2)
     feed(waiting, huge[:, :, :100], huge[:, :, :100], [100], queries=huge[:, :, :100], prompt=1)
-    merged = merge_layers([filled(BARE, ordinary), waiting])
+    merged = merge_layers([filled(TAILED, ordinary), waiting])
     more = torch.cat([ordinary, huge])[:, :, :100]
     feed(merged, more, more, [1] * 100, queries=more)
     assert [row.packed_len for row in merged.rows][1] == 128
@@ -140,8 +141,7 @@ def test_protection_does_not_depend_on_the_write_route() -> None:
     """Without tail and mean, single steps must not let the first key alone decide."""
     keys = biased_keys(605.0)
     keys[:, :, 0] *= 1e-3
-    config = dataclasses.replace(BARE, tail=False)
-    bulk, steps = filled(config, keys), filled(config, keys, chunks=[1] * TOKENS)
+    bulk, steps = filled(BARE, keys), filled(BARE, keys, chunks=[1] * TOKENS)
     assert bulk.keys is not None
     assert steps.keys is not None
     assert bulk.keys.format == steps.keys.format

@@ -15,8 +15,8 @@ from support.drive import feed, packed_bytes, seen_rows
 from support.models import relative_error
 
 KV_HEADS = 2
-STRICT = KVCacheConfig("strict", sinks=0, tail=False, mean=False, protect=False)
-RULES = {"default": KVCacheConfig(), "no tail": KVCacheConfig(tail=False), "strict": STRICT}
+STRICT = KVCacheConfig("strict", sinks=0, tail=0, mean=False, protect=False)
+RULES = {"default": KVCacheConfig(), "no tail": KVCacheConfig(tail=0), "strict": STRICT}
 LENGTHS = [1, 100, 128, 129, 300]
 
 
@@ -175,7 +175,7 @@ def test_joining_exact_layers_packs_nothing() -> None:
     assert joined.all_exact()
     assert joined.keys is None
     continued(joined)
-    assert [row.packed_len for row in joined.rows] == [128, 128]
+    assert [row.packed_len for row in joined.rows] == [96, 96]
 
 
 def test_layers_that_differ_are_not_joined() -> None:

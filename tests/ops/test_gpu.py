@@ -31,7 +31,7 @@ def test_codes_on_the_device_are_those_of_the_cpu(bits: int, width: int) -> None
     torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("spec", [KVCacheConfig(), KVCacheConfig(sinks=0, tail=False, mean=False, protect=False)])
+@pytest.mark.parametrize("spec", [KVCacheConfig(), KVCacheConfig(sinks=0, tail=0, mean=False, protect=False)])
 def test_a_cache_on_the_device_attends_as_on_the_cpu(spec: KVCacheConfig) -> None:
     keys, values = torch.randn(2, 2, 300, 64), torch.randn(2, 2, 300, 64)
     more, query = torch.randn(2, 2, 3, 64), torch.randn(2, 6, 3, 64)

@@ -69,10 +69,10 @@ def plain_attention(
 CONFIGS: dict[str, dict[str, Any]] = {
     "mean tail sinks": {},
     "mean tail": {"sinks": 0},
-    "mean sinks": {"tail": False},
-    "mean": {"sinks": 0, "tail": False},
+    "mean sinks": {"tail": 0},
+    "mean": {"sinks": 0, "tail": 0},
     "tail sinks": {"mean": False},
-    "nothing": {"sinks": 0, "tail": False, "mean": False},
+    "nothing": {"sinks": 0, "tail": 0, "mean": False},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -92,14 +92,15 @@ def test_attention_is_softmax_over_what_is_stored(
     """A mean is a scalar per query and head, added before any cap: exact only if it reaches every packed score."""
     if kernel != "auto":
         monkeypatch.setenv("RQ_KERNEL", kernel)
-    layer = filled(KVCacheConfig(protect=False, correct=0.0, **CONFIGS[config]), 200, pads=[0, 31])
+    layer = filled(KVCacheConfig(protect=False, correct=0.0, **CONFIGS[config]), 212, pads=[0, 31])
     asked = AttentionOptions(WIDTH**-0.5, **OPTIONS[options])
     generator = torch.Generator().manual_seed(5)
     new_keys, new_values = strong_mean_keys(2, 3), torch.randn(2, KV_HEADS, 3, WIDTH, generator=generator)
     queries = torch.randn(2, HEADS, 3, WIDTH, generator=generator)
     layer.update(new_keys, new_values)
     got = attend(layer, queries, asked, Counters())
-    assert not layer.all_exact()
+    # with a tail: a sealed and an open block, and a sealed one alone
+    assert [row.packed_len for row in layer.rows] == ([160, 128] if layer.config.tail else [215, 184])
     if CONFIGS[config].get("mean", True):
         assert layer.means is not None
         assert bool((layer.means != 0).any(-1).all())
@@ -112,11 +113,11 @@ def test_attention_is_softmax_over_what_is_stored(
 def test_boolean_mask_replaces_the_causal_rule(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel != "auto":
         monkeypatch.setenv("RQ_KERNEL", kernel)
-    layer = filled(KVCacheConfig(protect=False, correct=0.0), 140, batch=1)
+    layer = filled(KVCacheConfig(protect=False, correct=0.0), 212, batch=1)
     generator = torch.Generator().manual_seed(6)
     layer.update(torch.randn(1, KV_HEADS, 5, WIDTH), torch.randn(1, KV_HEADS, 5, WIDTH))
     queries = torch.randn(1, HEADS, 5, WIDTH, generator=generator)
-    mask = torch.rand(1, HEADS, 5, 145, generator=generator) < 0.5
+    mask = torch.rand(1, HEADS, 5, 217, generator=generator) < 0.5
     mask[:, 0, 2] = False  # a query that may see nothing
     asked = AttentionOptions(0.2)
     got = attend(layer, queries, asked, Counters(), mask=mask)
@@ -126,8 +127,8 @@ def test_boolean_mask_replaces_the_causal_rule(kernel: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("logit", [3000.0, 4450.0, 10000.0, -3000.0, -4450.0, -10000.0])
-@pytest.mark.parametrize("tail", [True, False])
-def test_soft_cap_saturates_at_huge_logits(logit: float, tail: bool) -> None:
+@pytest.mark.parametrize("tail", [48, 0])
+def test_soft_cap_saturates_at_huge_logits(logit: float, tail: int) -> None:
     """Two keys whose logits are ±logit: capped to ±50, so the larger one takes all, and nothing is NaN."""
     layer = PackedLayer(KVCacheConfig(key_bits=32, value_bits=32, sinks=0, mean=False, tail=tail, protect=False), 0)
     keys = torch.zeros(1, 1, 2, 8)
@@ -153,7 +154,7 @@ def test_head_ratios_map_each_query_to_its_own_values(heads: tuple[int, int]) ->
     keys = torch.randn(1, kv_heads, 33, 64, generator=generator)
     pattern = torch.sign(torch.randn(kv_heads, 1, 64, generator=generator))
     values = (pattern * torch.arange(1, kv_heads + 1).view(-1, 1, 1)).expand(kv_heads, 33, 64)[None]
-    layer = PackedLayer(KVCacheConfig(sinks=0, tail=False, mean=False, protect=False), 0)
+    layer = PackedLayer(KVCacheConfig(sinks=0, tail=0, mean=False, protect=False), 0)
     feed(layer, keys, values, [33], prompt=1)
     layer.update(keys[:, :, :1], values[:, :, :1])
     queries = torch.randn(1, num_heads, 1, 64, generator=generator)
@@ -173,7 +174,7 @@ def test_correction_takes_half_the_noise_variance_off_packed_logits(
     """From the definition: v = scale²·(|q|²·|k̂|² - (q·k̂)²)·error/width, on packed rows alone, before the softmax."""
     if kernel != "auto":
         monkeypatch.setenv("RQ_KERNEL", kernel)
-    layer = filled(KVCacheConfig(protect=False, correct=0.7, **CONFIGS[config]), 200, batch=1)
+    layer = filled(KVCacheConfig(protect=False, correct=0.7, **CONFIGS[config]), 212, batch=1)
     assert layer.keys is not None
     generator = torch.Generator().manual_seed(5)
     layer.update(strong_mean_keys(1, 1), torch.randn(1, KV_HEADS, 1, WIDTH, generator=generator))
@@ -199,7 +200,7 @@ def test_correction_takes_half_the_noise_variance_off_packed_logits(
 
 def test_full_correction_makes_the_softmax_weights_right_on_average() -> None:
     """E exp(logit error - v/2) = 1: without it packed rows weigh too much beside exact ones."""
-    config = KVCacheConfig(key_bits=2, sinks=0, tail=False, mean=False, protect=False)
+    config = KVCacheConfig(key_bits=2, sinks=0, tail=0, mean=False, protect=False)
     keys = torch.randn(1, 1, 4096, 128, generator=torch.Generator().manual_seed(0))
     layer = PackedLayer(config, 0)
     feed(layer, keys, keys, [4096], prompt=1)
@@ -215,7 +216,7 @@ def test_full_correction_makes_the_softmax_weights_right_on_average() -> None:
 
 
 def _codes_only(columns: int = 300) -> tuple[PackedLayer, Tensor, Tensor]:
-    layer = filled(KVCacheConfig(sinks=0, tail=False, mean=False, protect=False), columns, batch=1)
+    layer = filled(KVCacheConfig(sinks=0, tail=0, mean=False, protect=False), columns, batch=1)
     assert layer.keys is not None
     queries = torch.randn(1, HEADS, 4, WIDTH, generator=torch.Generator().manual_seed(7))
     rotated = rotate(queries.view(1, KV_HEADS, -1, WIDTH), layer.keys.rotation).view_as(queries)
@@ -275,13 +276,13 @@ def test_rounding_costs_little() -> None:
 
 
 def test_a_query_at_a_pad_gets_zeros() -> None:
-    layer = PackedLayer(KVCacheConfig(sinks=0, tail=False, mean=False, protect=False), 0)
+    layer = PackedLayer(KVCacheConfig(sinks=0, tail=0, mean=False, protect=False), 0)
     keys = torch.randn(2, KV_HEADS, 40, WIDTH)
     feed(layer, keys, keys, [38], pads=[0, 37], prompt=1)
     layer.update(keys[:, :, 38:], keys[:, :, 38:])
     out = attend(layer, torch.randn(2, HEADS, 2, WIDTH), AttentionOptions(0.1), Counters())
     assert torch.isfinite(out).all()
-    deep = PackedLayer(KVCacheConfig(sinks=0, tail=False, mean=False, protect=False), 0)
+    deep = PackedLayer(KVCacheConfig(sinks=0, tail=0, mean=False, protect=False), 0)
     out = feed(deep, keys, keys, [40], pads=[0, 37], queries=torch.randn(2, HEADS, 40, WIDTH))
     assert (out[1, :, :37] == 0).all()
     assert math.isfinite(float(out.sum()))
@@ -289,14 +290,14 @@ def test_a_query_at_a_pad_gets_zeros() -> None:
 
 def test_width_of_values_may_differ_from_keys() -> None:
     layer = PackedLayer(KVCacheConfig(protect=False, correct=0.0), 0)
-    keys, values = torch.randn(1, KV_HEADS, 131, 96), torch.randn(1, KV_HEADS, 131, 64)
-    feed(layer, keys, values, [130], queries=keys, prompt=1)
-    layer.update(keys[:, :, 130:], values[:, :, 130:])
+    keys, values = torch.randn(1, KV_HEADS, 209, 96), torch.randn(1, KV_HEADS, 209, 64)
+    feed(layer, keys, values, [208], queries=keys, prompt=1)  # the shortest prompt of which 160 rows are packed
+    layer.update(keys[:, :, 208:], values[:, :, 208:])
     queries = torch.randn(1, HEADS, 1, 96)
     got = attend(layer, queries, AttentionOptions(0.1), Counters())
-    stored_keys, stored_values = torch.zeros(KV_HEADS, 131, 96), torch.zeros(KV_HEADS, 131, 64)
-    stored_keys[:, :128], stored_values[:, :128] = layer.decode_keys(0), layer.decode_values(0)
+    stored_keys, stored_values = torch.zeros(KV_HEADS, 209, 96), torch.zeros(KV_HEADS, 209, 64)
+    stored_keys[:, :160], stored_values[:, :160] = layer.decode_keys(0), layer.decode_values(0)
     stored_keys[:, :4], stored_values[:, :4] = keys[0, :, :4], values[0, :, :4]
-    stored_keys[:, 128:], stored_values[:, 128:] = keys[0, :, 128:], values[0, :, 128:]
+    stored_keys[:, 160:], stored_values[:, 160:] = keys[0, :, 160:], values[0, :, 160:]
     want = plain_attention(queries[0], stored_keys, stored_values, AttentionOptions(0.1))
     assert relative_error(got[0], want) < 1e-3

@@ -15,14 +15,15 @@ VOCAB = 512
 #: Stores exact values through the whole packed path: rotation, blocks, tail, sinks and means are all in play.
 LOSSLESS = KVCacheConfig("lossless", key_bits=32, value_bits=32)
 #: The same with every token packed at once and read back from blocks.
-LOSSLESS_STRICT = dataclasses.replace(LOSSLESS, name="lossless-strict", sinks=0, tail=False, mean=False, protect=False)
+LOSSLESS_STRICT = dataclasses.replace(LOSSLESS, name="lossless-strict", sinks=0, tail=0, mean=False, protect=False)
 
 #: Named lossless configurations: each rule on and off.
 LOSSLESS_VARIANTS: dict[str, KVCacheConfig] = {
     "default": LOSSLESS,
     "strict": LOSSLESS_STRICT,
     "plain": dataclasses.replace(LOSSLESS_STRICT, name="lossless-plain", rotation="none"),
-    "no-tail": dataclasses.replace(LOSSLESS, name="lossless-no-tail", tail=False),
+    "no-tail": dataclasses.replace(LOSSLESS, name="lossless-no-tail", tail=0),
+    "short-tail": dataclasses.replace(LOSSLESS, name="lossless-short-tail", tail=1),
     "no-sinks": dataclasses.replace(LOSSLESS, name="lossless-no-sinks", sinks=0),
     "mean-always": dataclasses.replace(LOSSLESS, name="lossless-mean", tau=0.0),
     "streaming": dataclasses.replace(LOSSLESS, name="lossless-streaming", prefill="streaming"),

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rotaryquant.cli.sizes import show_bytes
-from rotaryquant.formats.kv import BLOCK
 
 if TYPE_CHECKING:
     from rotaryquant.llm import LLM, TextStream
@@ -26,7 +25,7 @@ def peak_memory() -> int:
 class Figures:
     """Figures of the sequence in the cache and of the newest answer.
 
-    tokens: in the cache. The kv_ fields are bytes per token over the layers that are packed (over all
+    tokens: in the cache. packing_starts: tokens from which on some are packed. The kv_ fields are bytes per token over the layers that are packed (over all
     full-attention layers where none is): at 16 bits; stored (codes, scales, sinks, means, mean tail); held (all
     buffers of the packed layers now, which are taken in steps). None where nothing is packed.
     rates: tokens per second, None where there was nothing to time. reads: key rows that queries read, over layers.
@@ -34,6 +33,7 @@ class Figures:
 
     kv: str
     tokens: int
+    packing_starts: int
     kv_exact: float
     kv_stored: float | None
     kv_held: float | None
@@ -58,6 +58,7 @@ def measure(llm: "LLM", stream: "TextStream") -> Figures:
     from rotaryquant.integrations.transformers.geometry import read_geometry
     from rotaryquant.integrations.transformers.report import layer_bits
     from rotaryquant.kv import accounting
+    from rotaryquant.kv.tail import packing_starts
 
     usage, cache, tokens = stream.usage, llm.session.cache, len(llm.session.tokens)
     packed = cache if isinstance(cache, PackedCache) else None
@@ -70,6 +71,7 @@ def measure(llm: "LLM", stream: "TextStream") -> Figures:
     return Figures(
         kv=llm.enabled.kv.name if llm.enabled is not None else "fp16",
         tokens=tokens,
+        packing_starts=packing_starts(llm.enabled.kv) if llm.enabled is not None else 0,
         kv_exact=footprint.exact_per_token(),
         kv_stored=stored * values / 8 if stored is not None else None,
         kv_held=packed.nbytes / tokens if packed is not None and bits else None,
@@ -107,7 +109,7 @@ def _packed_rows(figures: Figures) -> list[tuple[str, str]]:
         return [("KV bytes per token, packed", "kv=fp16 packs nothing"), ("KV rows read", "0 packed")]
     reads = ("KV rows read", f"{figures.packed_reads:,} packed, {figures.dense_reads:,} exact")
     if figures.kv_stored is None or figures.kv_held is None or figures.bits_long is None:
-        why = f"nothing packed yet: packing starts at {BLOCK} tokens, there are {figures.tokens:,}"
+        why = f"nothing packed yet: packing starts at {figures.packing_starts} tokens, there are {figures.tokens:,}"
         return [("KV bytes per token, packed", why), reads]
     smaller = figures.kv_exact / figures.kv_stored
     return [

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from rotaryquant.errors import ConfigError
-from rotaryquant.formats.kv import BLOCK
 
 
 def plot_divergence(path: Path, divergence: dict[str, list[Tensor]], context: int, data: dict[str, Any]) -> None:
@@ -31,10 +30,8 @@ def plot_divergence(path: Path, divergence: dict[str, list[Tensor]], context: in
         usable = scored // grain * grain
         means = windows[:, :usable].reshape(len(windows), -1, grain).mean((0, 2))
         axes.plot(range(first + grain // 2, first + usable, grain), means.clamp_min(1e-9).tolist(), label=name, lw=1.3)
-    for edge in range(-(-first // BLOCK) * BLOCK, context, BLOCK):
-        axes.axvline(edge, color="0.9", lw=0.8, zorder=0)
     axes.set_yscale("log")
-    axes.set_xlabel("position in the window (grey lines: blocks of 128)")
+    axes.set_xlabel("position in the window")
     axes.set_ylabel("KL divergence, nats")
     axes.set_title(
         f"{data['model']}: packed against 16-bit cache, {data['windows']} windows of {data['text']}", fontsize=9

@@ -1,7 +1,7 @@
 """Log-probabilities of a fixed text read through a packed cache: a packed prefix, then forced tokens.
 
-The forced tokens go through in chunks that never cross a block of 128 positions. What a query may see is then
-the same as if every token were fed on its own, so the result is that of decoding, at the speed of a prompt.
+The forced tokens go through in chunks within which nothing would be packed. What a query may see is then the same
+as if every token were fed on its own, so the result is that of decoding, at the speed of a prompt.
 """
 
 from collections.abc import Iterator
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from rotaryquant.config import KVCacheConfig
 from rotaryquant.counters import Counters
 from rotaryquant.errors import RotaryQuantError
 from rotaryquant.formats.kv import BLOCK
 from rotaryquant.integrations.transformers.cache import PackedCache, PackedCacheLayer
+from rotaryquant.kv.tail import packed_end
 
 
 class PathError(RotaryQuantError):
@@ -31,10 +33,16 @@ class Chunk:
     reads: Counters
 
 
-def block_chunks(begin: int, end: int, step: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """Ranges that cover [begin, end), at most `step` long, none across a multiple of 128."""
+def still_chunks(begin: int, end: int, kv: KVCacheConfig | None, step: int = BLOCK) -> Iterator[tuple[int, int]]:
+    """Ranges that cover [begin, end), at most `step` long.
+
+    With a tail, the queries of a range see the same packed rows: none is packed between two of them.
+    """
     while begin < end:
-        stop = min(end, begin + step, (begin // BLOCK + 1) * BLOCK)
+        stop = min(end, begin + step)
+        if kv is not None and kv.tail:
+            packed = packed_end(kv, begin, fresh=True)
+            stop = next((at for at in range(begin + 1, stop) if packed_end(kv, at, fresh=True) != packed), stop)
         yield begin, stop
         begin = stop
 
@@ -61,7 +69,7 @@ def packed_chunks(
     with torch.inference_mode():
         with cache.prefill():
             model(ids[None, :first], cache=cache, logits_to_keep=1)
-        for begin, end in block_chunks(first, ids.shape[0] - 1, step):
+        for begin, end in still_chunks(first, ids.shape[0] - 1, cache.kv, step):
             before, layers = cache.counters, _reads(cache)
             out = model(ids[None, begin:end], cache=cache)
             _check_reads(cache, layers, begin, end)
@@ -73,7 +81,7 @@ def stock_chunks(model: PreTrainedModel, ids: Tensor, first: int, step: int = BL
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
         model(ids[None, :first], cache=cache, logits_to_keep=1)
-        for begin, end in block_chunks(first, ids.shape[0] - 1, step):
+        for begin, end in still_chunks(first, ids.shape[0] - 1, None, step):
             out = model(ids[None, begin:end], cache=cache)
             yield Chunk(begin, end, out.logits[0].float(), Counters())
 
@@ -82,9 +90,9 @@ def expected_reads(cache: PackedCache, begin: int, end: int) -> int:
     """Packed rows that one layer must read for queries at positions [begin, end): length - sinks - tail each."""
     total, kv = 0, cache.kv
     for position in range(begin, end):
-        packed = position // BLOCK * BLOCK if kv.tail else position + 1
-        if (kv.mean or kv.protect) and end <= BLOCK:
-            packed = 0  # the first block waits until its mean and bits are known
+        # with a tail, a query finds packed what was due before it came; without one, its whole chunk is packed first
+        packed = packed_end(kv, position if kv.tail else end, fresh=True)
+        packed = min(packed, position + 1)
         total += packed - min(kv.sinks, packed)
     return total
 

@@ -1,10 +1,9 @@
 """One layer's cache: exact rows first, packed blocks behind them.
 
 New tokens are staged exactly. Once they may be packed (never before their row's pads are known), they move into
-blocks. What is packed when is decided here alone:
-- with a tail, a block is packed when the first token after it arrives; without one, tokens are packed at once;
-- while a prompt is being read, its newest chunk stays exact; in deferred mode the whole prompt does;
-- with a block-0 mean or protection, nothing is packed before the first block is complete.
+blocks. `tail.packed_end` says which tokens are due; when they move is decided here alone:
+- with a tail, due tokens are packed when the next token arrives; without one, at once;
+- while a prompt is being read, its newest chunk stays exact; in deferred mode the whole prompt does.
 """
 
 import logging
@@ -20,6 +19,7 @@ from rotaryquant.kv.blocks import Row
 from rotaryquant.kv.dense import DenseRows
 from rotaryquant.kv.modes import editable_tensors
 from rotaryquant.kv.rows import PackedRows
+from rotaryquant.kv.tail import packed_end
 from rotaryquant.ops.streams import CacheView
 
 _log = logging.getLogger(__name__)
@@ -143,11 +143,6 @@ class PackedLayer(PackedRows):
 
     # ---- packing -------------------------------------------------------------------------------------------
 
-    def _packable_end(self, seq_len: int, packed_len: int) -> int:
-        if (self.config.mean or self.config.protect) and packed_len == 0 and seq_len < BLOCK:
-            return 0  # both are decided from a whole first block, so that the write route cannot matter
-        return seq_len // BLOCK * BLOCK if self.config.tail else seq_len
-
     @editable_tensors
     def pack_ready(self) -> None:
         """Move every staged token that may be packed into blocks, and drop its exact copy."""
@@ -155,7 +150,7 @@ class PackedLayer(PackedRows):
             return
         begins = [row.packed_len for row in self.rows]
         ends = [
-            max(row.packed_len, self._packable_end(max(0, self.dense.end - row.pad), row.packed_len))
+            max(row.packed_len, packed_end(self.config, max(0, self.dense.end - row.pad), fresh=row.packed_len == 0))
             for row in self.rows
         ]
         if begins == ends:
@@ -185,7 +180,7 @@ class PackedLayer(PackedRows):
             shape = (len(self.rows), keys.shape[1], keys.shape[3])
             self.means = torch.zeros(shape, dtype=torch.bfloat16, device=keys.device)
         for index, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-            if begin == 0 and end >= BLOCK:
+            if begin == 0 and end > 0:
                 mean, _ = protect.dominating_mean(self._first_block(keys, index), self.config.tau, self.slow)
                 self.means[index] = mean.bfloat16()
 

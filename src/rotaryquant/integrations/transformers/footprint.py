@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from rotaryquant.config import KVCacheConfig
 from rotaryquant.formats.kv import BLOCK
 from rotaryquant.integrations.transformers.geometry import LayerGeometry
-from rotaryquant.kv.accounting import MEAN_TAIL, LayerBits
+from rotaryquant.kv.accounting import LayerBits
 from rotaryquant.kv.store import slab_blocks
+from rotaryquant.kv.tail import full_tail, mean_tail
 
 _EXACT_BYTES = 2
 
@@ -49,7 +50,7 @@ class Footprint:
         total = 0.0
         for layer in self.layers:
             if layer.packable:
-                total += self._layer_bits(layer, self.kv).bits(tokens, MEAN_TAIL) / 8
+                total += self._layer_bits(layer, self.kv).bits(tokens, mean_tail(self.kv.tail)) / 8
             else:
                 total += _row_bytes(layer) * _visible(layer, tokens)
         return round(total)
@@ -68,7 +69,8 @@ class Footprint:
                 slab = slab_blocks(blocks)
                 packed = bits.num_kv_heads * (bits.keys.row_bytes + bits.values.row_bytes)
                 total += -(-blocks // slab) * slab * BLOCK * packed
-                total += (BLOCK + self.kv.sinks) * _row_bytes(layer) * exact
+                tail = -(-max(1, full_tail(self.kv.tail)) // BLOCK) * BLOCK
+                total += (tail + self.kv.sinks) * _row_bytes(layer) * exact
             else:
                 total += _row_bytes(layer) * _visible(layer, tokens) * exact
         return round(total)
