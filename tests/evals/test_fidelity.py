@@ -62,15 +62,21 @@ def test_chunks_cover_everything_and_nothing_is_packed_within(spec: str) -> None
             assert len(chunks) == -(-(end - begin) // step)
 
 
+@pytest.mark.parametrize("kernel", ["reference", "auto"])
 @pytest.mark.parametrize("spec", ["iso3", "iso3-strict", "iso3,tail=off", "iso4,sinks=0"])
-def test_forced_chunks_equal_one_token_at_a_time(model: Any, ids: torch.Tensor, spec: str) -> None:
+def test_forced_chunks_equal_one_token_at_a_time(
+    model: Any, ids: torch.Tensor, spec: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where queries are rounded to int8, an ulp of one may move it by a step."""
+    if kernel != "auto":
+        monkeypatch.setenv("RQ_KERNEL", kernel)
     ids = ids[: 300 + 257]
     with enabled(model, spec) as state:
         assert state is not None
         by_block = torch.cat([c.logits for c in packed_chunks(model, state.new_cache(), ids, 300)])
         one_by_one = torch.cat([c.logits for c in packed_chunks(model, state.new_cache(), ids, 300, step=1)])
     assert len(by_block) == 256
-    assert relative_error(by_block, one_by_one) < 1e-4
+    assert relative_error(by_block, one_by_one) < (1e-5 if kernel == "reference" else 1e-3)
 
 
 def test_the_harness_itself_costs_nothing(model: Any, ids: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rotaryquant.formats.kv import BLOCK, StreamFormat, sealed_bit_order
+from rotaryquant.formats.kv import BLOCK, STRIP, StreamFormat, sealed_bit_order
 
 DEFAULT = StreamFormat("key", 128, 3, "score", mean="block0", tau=0.5)
 #: llama.cpp's fixed blocks of 64 values: one fp16 scale each, one set of signs for all, no mean.
@@ -131,28 +131,45 @@ def test_fingerprint_is_the_same_on_every_machine(header: StreamFormat, want: st
     assert header.fingerprint() == want
 
 
+@pytest.mark.parametrize("layout", ["key", "value"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 32])
-@pytest.mark.parametrize("width", [8, 64, 80, 96, 112, 128, 192, 256, 512])
-def test_sealed_order_is_a_permutation(width: int, bits: int) -> None:
-    order = sealed_bit_order(width, bits)
-    assert order.shape == (width * bits,)
-    assert np.array_equal(np.sort(order), np.arange(width * bits))
+@pytest.mark.parametrize("width", [8, 40, 64, 80, 96, 112, 128, 192, 256, 512])
+def test_sealed_order_is_a_permutation(width: int, bits: int, layout: str) -> None:
+    order = sealed_bit_order(width, bits, layout)
+    assert order.shape == (STRIP * width * bits,)
+    assert np.array_equal(np.sort(order), np.arange(STRIP * width * bits))
+    stays = bits == 32 or width % 16 > 0
+    assert np.array_equal(order, np.arange(order.size)) == stays
 
 
-def test_sealed_order_of_three_bits_by_hand() -> None:
-    """Width 16: 4 bytes of low pairs with code 4f + b in byte b, then 2 bytes of high bits with 2f + b in b."""
-    order = sealed_bit_order(16, 3)
-    code = 6  # low pair in byte 2, field 1; high bit in byte 0 of the second plane, field 3
-    assert order[8 * 2 + 2 * 1 + 0] == 3 * code
-    assert order[8 * 2 + 2 * 1 + 1] == 3 * code + 1
-    assert order[8 * (4 + 0) + 3] == 3 * code + 2
+def test_sealed_order_of_a_key_by_hand() -> None:
+    """Row 21, column 38 of width 64 at 3 bits: chunk 2, vector 2·1 + 1, lane 4·5 + 2."""
+    order = sealed_bit_order(64, 3, "key")
+    code, chunk = 3 * (64 * 21 + 38), 8 * 2 * 192
+    assert order[chunk + 8 * 22 + 6] == code  # field 3 of the first plane of 64 bytes
+    assert order[chunk + 8 * 22 + 7] == code + 1
+    assert order[chunk + 8 * (128 + 22) + 6] == code + 2  # bit 6 of the third
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-def test_sealed_order_of_two_and_four_bits_by_hand(bits: int) -> None:
-    width = 64
-    num_bytes = width * bits // 8
-    order = sealed_bit_order(width, bits)
-    for code in (0, 1, num_bytes - 1, num_bytes, width - 1):
-        field, byte = divmod(code, num_bytes)
-        assert [order[8 * byte + bits * field + bit] for bit in range(bits)] == [bits * code + b for b in range(bits)]
+def test_sealed_order_of_values_by_hand() -> None:
+    """Row 21, column 38 of width 64 at 3 bits: chunk 2, vector 5, lane 4·6 + 1."""
+    order = sealed_bit_order(64, 3, "value")
+    code, chunk = 3 * (64 * 21 + 38), 8 * 2 * 192
+    assert order[chunk + 8 * (64 + 25) + 2] == code  # field 1 of the second plane of 64 bytes
+    assert order[chunk + 8 * (64 + 25) + 3] == code + 1
+    assert order[chunk + 8 * (128 + 25) + 5] == code + 2  # bit 4 + 1 of the third
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_sealed_order_of_other_bits_by_hand(bits: int) -> None:
+    """Row 21, column 6 of width 16: vector 5 of values, lane 4·6 + 1."""
+    order = sealed_bit_order(16, bits, "value")
+    per_plane = 8 // bits
+    at = 8 * (64 * (5 // per_plane) + 25) + bits * (5 % per_plane)
+    code = bits * (16 * 21 + 6)
+    assert order[at : at + bits].tolist() == list(range(code, code + bits))
+
+
+def test_sealed_order_of_an_unknown_layout_is_refused() -> None:
+    with pytest.raises(ValueError, match="layout='both' is unknown; valid: key, value"):
+        sealed_bit_order(64, 3, "both")

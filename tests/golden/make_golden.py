@@ -1,7 +1,7 @@
 """Write the golden files: inputs, and the exact bytes that every kernel must make of them.
 
 Run by hand after a change of the format (and of its VERSION): `python tests/golden/make_golden.py`. Each file is one
-format: the rows, their rotation's fingerprint, canonical codes and scales, and the sealed codes of a full block. No
+format: the rows, their rotation's fingerprint, canonical codes and scales, and the sealed codes of a strip. No
 coordinate lies within `MARGIN` of a boundary, so a kernel that rounds otherwise still gives the same bytes.
 """
 
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from rotaryquant.formats.kv import BLOCK, VERSION, StreamFormat
+from rotaryquant.formats.kv import STRIP, VERSION, StreamFormat
 from rotaryquant.ops.pack import pack, seal
 from rotaryquant.ops.quantize import quantize
 from rotaryquant.ops.rotate import build_rotation, rotate
@@ -25,8 +25,8 @@ FOLDER = Path(__file__).parent / "files"
 #: Distance in units of the root mean square that every coordinate keeps from every boundary.
 MARGIN = 1e-4
 LAYER, HEADS = 3, 2
-#: Rows stored per head; the block is filled up by repeating them.
-ROWS = 9
+#: Rows stored per head; the strip is filled up by repeating them.
+ROWS = 8
 
 
 def formats() -> Iterator[StreamFormat]:
@@ -83,9 +83,9 @@ def build(stream: StreamFormat) -> bytes:
     y = rotate(rows[None], build_rotation(stream, LAYER, HEADS), kernel="reference")[0]
     codes, scales = quantize(y, codec, kernel="reference")
     canonical = pack(codes, stream.bits, kernel="reference")
-    index = torch.arange(BLOCK) % ROWS
-    sealed = seal(canonical[:, index], stream.bits, stream.width, kernel="reference")
-    tensors = {"rows": rows, "codes": canonical, "scales": scales.view(torch.int16), "sealed": sealed[:, :ROWS]}
+    index = torch.arange(STRIP) % ROWS
+    sealed = seal(canonical[:, index], stream.bits, stream.width, stream.name, kernel="reference")
+    tensors = {"rows": rows, "codes": canonical, "scales": scales.view(torch.int16), "sealed": sealed}
     header = {"version": VERSION, "layer": LAYER, "format": stream.to_dict(), "fingerprint": stream.fingerprint()}
     metadata = {"header": json.dumps(header, sort_keys=True)}
     return save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)

@@ -9,7 +9,7 @@ from make_golden import FOLDER, HEADS, LAYER, MARGIN, ROWS, build, clear_of_boun
 from safetensors import safe_open
 from torch import Tensor
 
-from rotaryquant.formats.kv import BLOCK, VERSION, StreamFormat
+from rotaryquant.formats.kv import BLOCK, STRIP, VERSION, StreamFormat
 from rotaryquant.ops import dispatch
 from rotaryquant.ops.append_packed import append_packed
 from rotaryquant.ops.pack import pack, seal, unpack, unseal
@@ -76,19 +76,20 @@ def test_steps_give_the_golden_bytes_on_every_kernel(name: str) -> None:
             for packing in kernels("pack"):
                 rows = pack(codes, stream.bits, kernel=packing)
                 assert equal_bits(rows, golden["codes"]), (rotating, quantizing, packing)
-                sealed = seal(rows, stream.bits, stream.width, kernel=packing)
+                strip, args = rows[:, torch.arange(STRIP) % ROWS], (stream.bits, stream.width)
+                sealed = seal(strip, *args, stream.name, kernel=packing)
                 assert equal_bits(sealed, golden["sealed"]), packing
-                assert equal_bits(unseal(sealed, stream.bits, stream.width, kernel=packing), golden["codes"]), packing
+                assert equal_bits(unseal(sealed, *args, stream.name, kernel=packing), strip), packing
                 assert equal_bits(
-                    unpack(golden["sealed"], stream.bits, stream.width, sealed=True, kernel=packing), codes
+                    unpack(golden["sealed"], *args, sealed=stream.name, kernel=packing)[:, :ROWS], codes
                 ), packing
 
 
-@pytest.mark.parametrize("filled", [ROWS, BLOCK])
+@pytest.mark.parametrize("filled", [ROWS, STRIP, BLOCK])
 @pytest.mark.parametrize("name", FORMATS)
 def test_fused_write_gives_the_golden_bytes_on_every_kernel(name: str, filled: int) -> None:
     stream, (_, golden) = FORMATS[name], load(name)
-    index = torch.arange(filled) % ROWS
+    index = torch.arange(filled) % STRIP % ROWS
     one, zero = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     for kernel in kernels("append_packed"):
         codec = Codec.from_format(stream)
@@ -109,8 +110,8 @@ def test_fused_write_gives_the_golden_bytes_on_every_kernel(name: str, filled: i
             kernel=kernel,
         )
         assert bad == -1
-        stored = golden["sealed"] if filled == BLOCK else golden["codes"]
-        assert equal_bits(packed.codes[0][0, :, :filled], stored[:, index]), kernel
+        stored = golden["codes"] if filled == ROWS else golden["sealed"].repeat(1, filled // STRIP, 1)
+        assert equal_bits(packed.codes[0][0, :, :filled], stored), kernel
         assert equal_bits(packed.scales[0][0, :, :filled], golden["scales"][:, index]), kernel
 
 

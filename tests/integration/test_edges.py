@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from rotaryquant import KVCacheConfig, enabled
 from rotaryquant.kv.packed import PackedLayer
-from support.drive import feed, seen_rows, teacher_forced
+from support.drive import ROUNDED, feed, round_queries, seen_rows, teacher_forced
 from support.models import LOSSLESS, LOSSLESS_STRICT, random_tokens, relative_error, tiny
 
 
@@ -86,6 +86,7 @@ def test_every_length_around_512_agrees_with_the_reference(
     ids = random_tokens(1, 530)
     mask = torch.ones_like(ids)
     found = []
+    round_queries(monkeypatch)
     for kernel in ("reference", None):
         monkeypatch.setenv("RQ_KERNEL", kernel) if kernel else monkeypatch.delenv("RQ_KERNEL")
         with enabled(model, kv) as state:
@@ -95,7 +96,7 @@ def test_every_length_around_512_agrees_with_the_reference(
                 teacher_forced(model, ids, mask, cache, [500])
             found.append(teacher_forced(model, ids, mask, cache, [1] * 30, start=500))
     for offset in range(30):
-        assert relative_error(found[1][:, offset], found[0][:, offset]) < 1e-3, 500 + offset
+        assert relative_error(found[1][:, offset], found[0][:, offset]) < ROUNDED, 500 + offset
 
 
 @pytest.mark.parametrize("prefill", ["deferred", "streaming"])

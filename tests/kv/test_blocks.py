@@ -90,28 +90,29 @@ def test_nothing_new_to_write_copies_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "blocks", "reopened"),
+    ("before", "after", "blocks", "was_full"),
     [
-        (300, 300, 3, None),
-        (300, 299, 3, None),  # the open block just gets shorter
-        (300, 257, 3, None),
-        (300, 256, 2, None),  # cut at a block's edge: what stays is full
-        (300, 255, 2, 1),
-        (300, 129, 2, 1),
-        (300, 128, 1, None),
-        (300, 1, 1, 0),
-        (300, 0, 0, None),
-        (256, 200, 2, 1),  # the last block was full itself
-        (255, 200, 2, None),
-        (128, 127, 1, 0),
+        (300, 300, 3, False),
+        (300, 299, 3, False),  # the open strip just gets shorter
+        (300, 289, 3, False),
+        (300, 288, 3, False),  # cut at a strip's edge: what stays is full
+        (300, 287, 3, True),
+        (300, 257, 3, True),
+        (300, 256, 2, False),
+        (300, 255, 2, True),
+        (300, 129, 2, True),
+        (300, 128, 1, False),
+        (300, 1, 1, True),
+        (300, 0, 0, False),
+        (256, 225, 2, True),  # the last strip was full itself
+        (255, 225, 2, False),
+        (32, 31, 1, True),
     ],
 )
-def test_truncate_says_which_full_block_is_open_again(
-    before: int, after: int, blocks: int, reopened: int | None
-) -> None:
+def test_truncate_says_whether_a_full_strip_is_open_again(before: int, after: int, blocks: int, was_full: bool) -> None:
     pool = BlockPool()
     row = grown(pool, before)
-    assert pool.truncate(row, after) == reopened
+    assert pool.truncate(row, after) == was_full
     assert row.packed_len == after
     assert len(row.blocks) == blocks
     assert pool.used == blocks
@@ -120,7 +121,7 @@ def test_truncate_says_which_full_block_is_open_again(
 def test_truncate_to_more_than_there_is_changes_nothing() -> None:
     pool = BlockPool()
     row = grown(pool, 100)
-    assert pool.truncate(row, 500) is None
+    assert not pool.truncate(row, 500)
     assert (row.packed_len, len(row.blocks)) == (100, 1)
 
 
@@ -155,9 +156,8 @@ def test_random_histories_keep_every_token_where_its_row_reads_it(seed: int) -> 
             rows[pick].packed_len = end
         elif action == "truncate":
             keep = rng.randrange(rows[pick].packed_len + 1)
-            reopened = pool.truncate(rows[pick], keep)
-            if reopened is not None and pool.is_shared(rows[pick].blocks[reopened]):
-                source, copy = pool.replace(rows[pick], reopened)
+            if pool.truncate(rows[pick], keep) and pool.is_shared(rows[pick].blocks[keep // BLOCK]):
+                source, copy = pool.replace(rows[pick], keep // BLOCK)
                 storage.update({(copy, i): v for (b, i), v in list(storage.items()) if b == source})
             del truth[pick][keep:]
         elif action == "fork" and len(rows) < 5:

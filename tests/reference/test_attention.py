@@ -29,6 +29,15 @@ def strong_mean_keys(batch: int, columns: int, width: int = WIDTH) -> Tensor:
     return keys + 2.0 * torch.randn(1, KV_HEADS, 1, width, generator=generator)
 
 
+#: Relative error where queries of ordinary size are rounded to int8, which only the reference does not do.
+ROUNDED = 1.5e-2
+
+
+def limit(kernel: str) -> float:
+    """Relative error that a kernel may make."""
+    return 1e-3 if kernel == "reference" else ROUNDED
+
+
 def filled(config: KVCacheConfig, columns: int, *, batch: int = 2, pads: list[int] | None = None) -> PackedLayer:
     layer = PackedLayer(config, 1)
     keys = strong_mean_keys(batch, columns)
@@ -106,7 +115,7 @@ def test_attention_is_softmax_over_what_is_stored(
         assert bool((layer.means != 0).any(-1).all())
     for row in range(2):
         keys, values = seen_rows(layer, row)
-        assert relative_error(got[row], plain_attention(queries[row], keys, values, asked)) < 1e-3
+        assert relative_error(got[row], plain_attention(queries[row], keys, values, asked)) < limit(kernel)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
@@ -122,7 +131,7 @@ def test_boolean_mask_replaces_the_causal_rule(kernel: str, monkeypatch: pytest.
     asked = AttentionOptions(0.2)
     got = attend(layer, queries, asked, Counters(), mask=mask)
     keys, values = seen_rows(layer, 0)
-    assert relative_error(got[0], plain_attention(queries[0], keys, values, asked, mask[0])) < 1e-3
+    assert relative_error(got[0], plain_attention(queries[0], keys, values, asked, mask[0])) < limit(kernel)
     assert (got[0, 0, 2] == 0).all()
 
 
@@ -162,8 +171,15 @@ def test_head_ratios_map_each_query_to_its_own_values(heads: tuple[int, int]) ->
     for head in range(num_heads):
         kv = head * kv_heads // num_heads
         decoded = layer.decode_values(0)[kv, 0]  # all rows of a head are equal, so any weighting gives this
-        assert relative_error(out[0, head, 0], decoded) < 1e-5
+        assert relative_error(out[0, head, 0], decoded) < 2e-3  # probabilities have 7 bits
         assert torch.nn.functional.cosine_similarity(out[0, head, 0], values[0, kv, 0], 0) > 0.97
+
+
+def _rounded(layer: PackedLayer, queries: Tensor) -> Tensor:
+    """Queries [1, num_heads, rows, width] as int8 rounds them in the rotated space."""
+    assert layer.keys is not None
+    grouped = rotate(queries.view(1, KV_HEADS, -1, WIDTH), layer.keys.rotation)
+    return rotate(op_reference._round(grouped, torch.int8), layer.keys.rotation, inverse=True).view_as(queries)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
@@ -193,9 +209,11 @@ def test_correction_takes_half_the_noise_variance_off_packed_logits(
     for head in range(HEADS):
         kv, q = head * KV_HEADS // HEADS, queries[0, head, 0].double()
         logits = keys[kv] @ q * scale
+        if kernel == "auto":  # which rounds the query where it meets codes
+            logits[first:packed] += (codes[kv] @ (_rounded(layer, queries)[0, head, 0].double() - q) * scale)[first:]
         variance = scale**2 * (q.square().sum() * sizes[kv] - (codes[kv] @ q).square()).clamp_min(0) * error / WIDTH
         logits[first:packed] -= variance[first:] / 2
-        assert relative_error(got[0, head, 0], torch.softmax(logits, 0) @ values[kv]) < 1e-3
+        assert relative_error(got[0, head, 0], torch.softmax(logits, 0) @ values[kv]) < 2e-3
 
 
 def test_full_correction_makes_the_softmax_weights_right_on_average() -> None:
@@ -300,4 +318,4 @@ def test_width_of_values_may_differ_from_keys() -> None:
     stored_keys[:, :4], stored_values[:, :4] = keys[0, :, :4], values[0, :, :4]
     stored_keys[:, 160:], stored_values[:, 160:] = keys[0, :, 160:], values[0, :, 160:]
     want = plain_attention(queries[0], stored_keys, stored_values, AttentionOptions(0.1))
-    assert relative_error(got[0], want) < 1e-3
+    assert relative_error(got[0], want) < ROUNDED

@@ -25,9 +25,10 @@ def peak_memory() -> int:
 class Figures:
     """Figures of the sequence in the cache and of the newest answer.
 
-    tokens: in the cache. packing_starts: tokens from which on some are packed. The kv_ fields are bytes per token over the layers that are packed (over all
-    full-attention layers where none is): at 16 bits; stored (codes, scales, sinks, means, mean tail); held (all
-    buffers of the packed layers now, which are taken in steps). None where nothing is packed.
+    tokens: in the cache. packing_starts: tokens from which on some are packed. The kv_ fields are bytes per token
+    over the layers that are packed (over all full-attention layers where none is): at 16 bits; stored (codes, scales,
+    sinks, means, mean tail); held (all buffers of the packed layers now, which are taken in steps). None where nothing
+    is packed.
     rates: tokens per second, None where there was nothing to time. reads: key rows that queries read, over layers.
     """
 

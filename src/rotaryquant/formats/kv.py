@@ -1,8 +1,9 @@
 """The bytes of a packed key or value row, of a block of rows, and the header that says how to read them.
 
 Canonical row: a little-endian bit stream in which coordinate i of the rotated vector holds its code at bit
-bits·i. A block is 128 rows of one head. An open block holds canonical rows; a sealed block holds the same
-bytes with each row's bits permuted into strided planes, which vector units unpack without crossing bytes.
+bits·i. A block is 128 rows of one head in four strips of 32. A strip that is full is sealed: the same bytes, with its
+bits permuted into the order in which vector units multiply them (sealed_bit_order). The rows of a strip that is not
+full yet are open, that is canonical.
 """
 
 import dataclasses
@@ -23,6 +24,13 @@ VERSION = 1
 
 #: Positions in a block (DESIGN section 3).
 BLOCK = 128
+
+#: Rows that are sealed together; four strips make a block.
+STRIP = 32
+
+#: Columns of a strip whose codes make eight vectors of 64, and where its high bits lie (see sealed_bit_order).
+_CHUNK = 16
+_HIGH_BITS = (2, 4, 0, 6)
 
 SCALE_RULES = ("score", "value", "norm")
 SCALE_DTYPES = ("bf16", "fp16")
@@ -136,22 +144,36 @@ class StreamFormat:
 
 
 @cache
-def sealed_bit_order(width: int, bits: int) -> NDArray[np.int64]:
-    """For each bit of a sealed row, the canonical bit it holds; shape [width · bits].
+def sealed_bit_order(width: int, bits: int, layout: str) -> NDArray[np.int64]:
+    """For each bit of a sealed strip, the canonical bit it holds; shape [STRIP · width · bits].
 
-    2 and 4 bits: code i sits in byte i mod n at the (i div n)-th field, n bytes in all. 3 bits: the two low
-    bits as a 2-bit plane of width/4 bytes, then the high bits as a plane of width/8 bytes. 8 and 32 bits stay.
+    Canonical bits are counted over the strip's 32 rows one after the other. layout: "key" or "value". A strip is
+    cut into chunks of 16 columns, a chunk into eight vectors of 64 codes, in which four neighbours are what one
+    32-bit product adds up: four columns of a key, or four rows of values.
+    - key: lane 4i + j of vector 2q + h holds column 4q + j of row 16h + i
+    - value: lane 4i + j of vector v holds column i of row 4v + j
+    Byte l of each 64 belongs to lane l. At 2 and 3 bits, the low two bits of vector v are field v mod 4 of the
+    64-byte plane v div 4, and at 3 bits the high ones bit (2, 4, 0, 6)[v mod 4] + v div 4 of a third plane. At 4
+    bits vector v is field v mod 2 of plane v div 2; at 8 bits it is plane v. Strips of widths that are not
+    multiples of 16, and 32 bits, stay as they are.
     """
-    if bits in (8, 32):
-        return np.arange(width * bits)
-    planes = {2: ((2, 0),), 3: ((2, 0), (1, 2)), 4: ((4, 0),)}[bits]
-    order = np.empty(width * bits, dtype=np.int64)
-    start = 0
-    for size, first in planes:
-        num_bytes = width * size // 8
-        for code in range(width):
-            field, byte = divmod(code, num_bytes)
+    if layout not in _STREAM_INDEX:
+        raise ValueError(f"layout={layout!r} is unknown; valid: {', '.join(_STREAM_INDEX)}")
+    if bits == 32 or width % _CHUNK:
+        return np.arange(STRIP * width * bits)
+    size = 2 if bits == 3 else bits
+    per_plane = 8 // size
+    order = np.empty((width // _CHUNK, bits, 64, 8), dtype=np.int64)  # chunk, plane, byte, bit
+    lanes = np.arange(64)
+    for chunk in range(width // _CHUNK):
+        for vector in range(8):
+            if layout == "key":
+                row, column = 16 * (vector % 2) + lanes // 4, 4 * (vector // 2) + lanes % 4
+            else:
+                row, column = 4 * vector + lanes % 4, lanes // 4
+            code = bits * (width * row + _CHUNK * chunk + column)
             for bit in range(size):
-                order[8 * (start + byte) + size * field + bit] = bits * code + first + bit
-        start += num_bytes
-    return order
+                order[chunk, vector // per_plane, :, size * (vector % per_plane) + bit] = code + bit
+            if bits == 3:
+                order[chunk, 2, :, _HIGH_BITS[vector % 4] + vector // 4] = code + 2
+    return order.reshape(-1)

@@ -6,7 +6,7 @@ is copied before it is written.
 
 from dataclasses import dataclass, field
 
-from rotaryquant.formats.kv import BLOCK
+from rotaryquant.formats.kv import BLOCK, STRIP
 
 
 @dataclass
@@ -90,20 +90,17 @@ class BlockPool:
         self.release(old)
         return old, new
 
-    def truncate(self, row: Row, packed_len: int) -> int | None:
+    def truncate(self, row: Row, packed_len: int) -> bool:
         """Forget packed positions from `packed_len` on and free their blocks.
 
-        Returns the index of the block that is now partly filled though it was full, so that the caller can
-        reopen it, or None.
+        Returns whether the strip that is now partly filled was full, so that the caller must reopen it.
         """
         if packed_len >= row.packed_len:
-            return None
+            return False
         keep = -(-packed_len // BLOCK)
         for block in row.blocks[keep:]:
             self.release(block)
-        reopened = None
-        if packed_len % BLOCK and row.packed_len >= keep * BLOCK:
-            reopened = keep - 1
+        was_full = packed_len % STRIP > 0 and row.packed_len >= -(-packed_len // STRIP) * STRIP
         del row.blocks[keep:]
         row.packed_len = packed_len
-        return reopened
+        return was_full

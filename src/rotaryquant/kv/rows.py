@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rotaryquant.errors import NonFiniteError
-from rotaryquant.formats.kv import BLOCK, StreamFormat
+from rotaryquant.formats.kv import BLOCK, STRIP, StreamFormat
 from rotaryquant.kv.blocks import BlockPool, Row
 from rotaryquant.kv.store import StreamStore, slab_blocks
 
@@ -95,9 +95,9 @@ class PackedRows:
 
     def truncate(self, row: Row, seq_len: int) -> None:
         """Forget a row's packed positions from `seq_len` on; what stays is not coded again."""
-        index = self._pool.truncate(row, seq_len)
-        if index is None:
+        if not self._pool.truncate(row, seq_len):
             return
+        index, filled = divmod(seq_len, BLOCK)
         assert self.keys is not None
         assert self.values is not None
         block = row.blocks[index]
@@ -106,7 +106,7 @@ class PackedRows:
             if copy is not None:
                 store.reserve(self._pool.num_blocks)
                 store.copy_block(*copy)
-            store.reopen(row.blocks[index])
+            store.reopen(row.blocks[index], filled // STRIP)
 
     def select_rows(self, index: Tensor) -> None:
         """Keep rows `index` in that order; rows that repeat share blocks."""

@@ -6,7 +6,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from rotaryquant.formats.kv import BLOCK, StreamFormat
+from rotaryquant.formats.kv import BLOCK, STRIP, StreamFormat
 from rotaryquant.ops.append_packed import append_packed
 from rotaryquant.ops.pack import seal, unpack, unseal
 from rotaryquant.ops.quantize import dequantize
@@ -71,23 +71,23 @@ class StreamStore:
         for new, old in zip(block_rows(self.packed, target), block_rows((origin or self).packed, source), strict=True):
             new.copy_(old)
 
-    def reopen(self, block: int) -> None:
-        """Turn a sealed block back into canonical rows, in place."""
+    def reopen(self, block: int, strip: int) -> None:
+        """Turn a sealed strip of a block back into canonical rows, in place."""
         codes, _ = block_rows(self.packed, block)
-        codes.copy_(unseal(codes, self.format.bits, self.format.width))
+        rows = codes[:, strip * STRIP : (strip + 1) * STRIP]
+        rows.copy_(unseal(rows, self.format.bits, self.format.width, self.format.name))
 
     def canonical(self, block: int, filled: int) -> tuple[Tensor, Tensor]:
         """Canonical codes [num_kv_heads, filled, code_bytes] and scales of a block's first rows (copies)."""
         codes, scales = block_rows(self.packed, block)
-        rows = unseal(codes, self.format.bits, self.format.width) if filled == BLOCK else codes[:, :filled].clone()
+        rows = unseal(codes[:, :filled], self.format.bits, self.format.width, self.format.name)
         return rows, scales[:, :filled].clone()
 
     def load_block(self, block: int, codes: Tensor, scales: Tensor) -> None:
-        """Store canonical rows [num_kv_heads, filled, code_bytes] as a block, sealed if it is full."""
+        """Store canonical rows [num_kv_heads, filled, code_bytes] as a block, its full strips sealed."""
         filled = codes.shape[1]
         block_codes, block_scales = block_rows(self.packed, block)
-        full = seal(codes, self.format.bits, self.format.width) if filled == BLOCK else codes
-        block_codes[:, :filled] = full
+        block_codes[:, :filled] = seal(codes, self.format.bits, self.format.width, self.format.name)
         block_scales[:, :filled] = scales
 
     def decode(self, blocks: list[int], count: int) -> Tensor:

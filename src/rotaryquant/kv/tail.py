@@ -6,10 +6,10 @@ exact behind it: at the same mean fill that costs 7 to 9% in KL divergence (docs
 """
 
 from rotaryquant.config import KVCacheConfig
-from rotaryquant.formats.kv import BLOCK
+from rotaryquant.formats.kv import BLOCK, STRIP
 
-#: Tokens that move from the tail into packed blocks at a time. Divides a block.
-TAIL_STEP = 32
+#: Tokens that move from the tail into packed blocks at a time: a strip, which is sealed at once.
+TAIL_STEP = STRIP
 
 
 def packed_end(config: KVCacheConfig, seq_len: int, *, fresh: bool = False) -> int:

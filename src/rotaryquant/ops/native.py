@@ -120,6 +120,7 @@ def rotation(item: Rotation) -> Any:
 def codec(item: Codec) -> Any:
     """The native description of a codec, which copies its tables; made once per codec object."""
     return module().codec(
+        layout=item.layout,
         width=item.width,
         bits=item.bits,
         rule=item.scale_rule,
@@ -160,8 +161,8 @@ def stream_reason(name: str, item: PackedStream) -> str | None:
                 return f"{name} has slabs of different shapes, strides or dtypes"
     if item.codes and item.codes[0].stride(-1) != 1:
         return f"{name} has code rows whose bytes are not adjacent"
-    if item.codes and item.codes[0].stride(-2) < item.codec.code_bytes:
-        return f"{name} has code rows that overlap"
+    if item.codes and item.codes[0].stride(-2) != item.codec.code_bytes:
+        return f"{name} has code rows that are not adjacent"
     return None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rotaryquant.formats.kv import BLOCK, StreamFormat
+from rotaryquant.formats.kv import BLOCK, STRIP, StreamFormat
 
 SCALE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -17,10 +17,11 @@ SCALE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Codec:
     """Tables of one stream's quantiser on one device.
 
-    levels: fp32 [2^bits] (256 entries -128..127 at 8 bits, empty at 32). boundaries: fp32 [2^bits - 1] in units
+    layout: of sealed strips, "key" or "value".     levels: fp32 [2^bits] (256 entries -128..127 at 8 bits, empty at 32). boundaries: fp32 [2^bits - 1] in units
     of the group's root mean square, empty at 8 and 32 bits.
     """
 
+    layout: str
     width: int
     bits: int
     scale_rule: str
@@ -45,6 +46,7 @@ class Codec:
         """Tables for `stream` on `device`."""
         book = stream.codebook
         return cls(
+            stream.name,
             stream.width,
             stream.bits,
             stream.scale_rule,
@@ -75,7 +77,7 @@ class CacheView:
     """One layer's cache as attention reads it. Positions are each row's own count: left pads have none.
 
     block_table: int32 [batch, max_blocks], block of positions [128i, 128i + 128) in column i.
-    packed_lens: int32 [batch], positions [0, packed_len) have packed rows; a block is sealed iff all its 128
+    packed_lens: int32 [batch], positions [0, packed_len) have packed rows; a strip of 32 is sealed iff all its
     positions are among them. seq_lens: int32 [batch], positions held in all, the newest queries included.
     num_sinks: first positions whose packed rows are masked because `dense_*` holds them exactly.
     dense_keys, dense_values: [batch, num_kv_heads, dense, width], exact rows (sinks, then the tail), or None.
@@ -99,4 +101,4 @@ def block_rows(stream: PackedStream, block: int) -> tuple[Tensor, Tensor]:
     return stream.codes[slab][index], stream.scales[slab][index]
 
 
-__all__ = ["BLOCK", "SCALE_DTYPES", "CacheView", "Codec", "PackedStream", "block_rows"]
+__all__ = ["BLOCK", "SCALE_DTYPES", "STRIP", "CacheView", "Codec", "PackedStream", "block_rows"]

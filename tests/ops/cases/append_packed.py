@@ -60,10 +60,9 @@ def read_back(guarded: GuardedStream, table: Tensor, totals: list[int]) -> Outco
             filled = max(0, min(BLOCK, total - i * BLOCK))
             written[table[b, i]] = filled
             slab, index = divmod(int(table[b, i]), stream.blocks_per_slab)
-            step = "unpack_sealed" if filled == BLOCK else "unpack"
             raw = stream.codes[slab][index, :, :filled]
             at = slice(i * BLOCK, i * BLOCK + filled)
-            codes[b, :, at] = pack_reference.run(step, raw, codec.bits, codec.width).int()
+            codes[b, :, at] = pack_reference.run("unpack_sealed", raw, codec.bits, codec.width, codec.layout).int()
             scales[b, :, at] = stream.scales[slab][index, :, :filled]
     for block, filled in enumerate(written.tolist()):
         slab, index = divmod(block, stream.blocks_per_slab)

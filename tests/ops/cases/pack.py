@@ -12,33 +12,40 @@ from . import Case, generator
 WIDTHS = (8, 24, 32, 64, 80, 96, 112, 128, 192, 256, 320, 512, 576)
 
 
-def run(kernel: str, *, name: str, width: int, bits: int) -> list[Tensor]:
-    """Every step on [2, 3, 5, width] codes, all of which occur."""
-    codes = torch.randint(0, 2**bits, (2, 3, 5, width), generator=generator(name), dtype=torch.uint8)
+def run(kernel: str, *, name: str, width: int, bits: int, layout: str) -> list[Tensor]:
+    """Every step on [2, 3, 69, width] codes, all of which occur: two strips and some open rows."""
+    codes = torch.randint(0, 2**bits, (2, 3, 69, width), generator=generator(name), dtype=torch.uint8)
     rows = pack(codes, bits, kernel=kernel)
-    sealed = seal(rows, bits, width, kernel=kernel)
+    sealed = seal(rows, bits, width, layout, kernel=kernel)
     return [
         codes,
         rows,
         sealed,
-        unseal(sealed, bits, width, kernel=kernel),
+        unseal(sealed, bits, width, layout, kernel=kernel),
         unpack(rows, bits, width, kernel=kernel),
-        unpack(sealed, bits, width, sealed=True, kernel=kernel),
+        unpack(sealed, bits, width, sealed=layout, kernel=kernel),
         unpack(rows[:, ::2], bits, width, kernel=kernel),
+        unpack(rows[0, 0, 0], bits, width, kernel=kernel),
     ]
 
 
 def compare(got: list[Tensor], want: list[Tensor]) -> None:
     for ours, reference in zip(got, want, strict=True):
         assert torch.equal(ours, reference)
-    codes, rows, _, unsealed, unpacked, unpacked_sealed, _ = got
+    codes, rows, sealed, unsealed, unpacked, unpacked_sealed, *_ = got
+    assert torch.equal(sealed[..., 64:, :], rows[..., 64:, :])
     assert torch.equal(unsealed, rows)
     assert torch.equal(unpacked, codes)
     assert torch.equal(unpacked_sealed, codes)
 
 
 CASES = [
-    Case(f"{width}-{bits} bits", partial(run, name=f"{width}-{bits}", width=width, bits=bits), compare)
+    Case(
+        f"{layout}-{width}-{bits} bits",
+        partial(run, name=f"{width}-{bits}", width=width, bits=bits, layout=layout),
+        compare,
+    )
+    for layout in ("key", "value")
     for width in WIDTHS
     for bits in (2, 3, 4, 8)
 ]

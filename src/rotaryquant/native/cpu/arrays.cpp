@@ -111,13 +111,15 @@ Rotation Rotations::tables() const {
   return r;
 }
 
-Codec make_codec(int64_t width, int64_t bits, const std::string& rule, int64_t group, const std::string& scale_dtype,
+Codec make_codec(const std::string& layout, int64_t width, int64_t bits, const std::string& rule, int64_t group, const std::string& scale_dtype,
                  double unit, const Array& levels, const Array& boundaries) {
   Codec c;
   require(width >= 8 && width <= kMaxWidth && width % 8 == 0, "codec: width is out of range");
   require(bits == 2 || bits == 3 || bits == 4 || bits == 8, "codec: bits must be 2, 3, 4 or 8");
   require(group == width || (group == 64 && width % 64 == 0), "codec: scale_group must be the width or 64");
   require(rule == "score" || rule == "value" || rule == "norm", "codec: scale_rule is unknown");
+  require(layout == "key" || layout == "value", "codec: layout must be key or value");
+  c.keys = layout == "key";
   c.width = width;
   c.bits = bits;
   c.group = group;
@@ -159,8 +161,8 @@ Slabs::Slabs(const Codec& codec, int64_t blocks_per_slab, const OptionalArray& c
       .of_shape("stream: codes", {blocks_per_slab, heads, kBlock, codec.code_bytes()});
   s.of_type("stream: scales", codec.scale_dtype)
       .of_shape("stream: scales", {blocks_per_slab, heads, kBlock, codec.groups()});
-  // Rows must not overlap: kernels may read a few bytes past a row as long as more rows follow it.
-  require(c.strides[2] >= codec.code_bytes(), "stream: rows of codes overlap");
+  // A sealed strip is one piece of memory.
+  require(c.strides[2] == codec.code_bytes(), "stream: rows of codes are not adjacent");
   for (uint64_t address : code_addresses) codes.push_back(reinterpret_cast<uint8_t*>(address));
   for (uint64_t address : scale_addresses) scales.push_back(reinterpret_cast<uint16_t*>(address));
   layout.code_block = c.strides[0];

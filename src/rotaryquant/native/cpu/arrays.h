@@ -43,7 +43,7 @@ struct Rotations {
   std::vector<float> base, signs, blocks, matrix;  // empty: none
 };
 
-Codec make_codec(int64_t width, int64_t bits, const std::string& rule, int64_t group, const std::string& scale_dtype,
+Codec make_codec(const std::string& layout, int64_t width, int64_t bits, const std::string& rule, int64_t group, const std::string& scale_dtype,
                  double unit, const Array& levels, const Array& boundaries);
 
 // Slabs of packed rows, with the lists of their addresses.

@@ -136,9 +136,10 @@ void run_quantize(const QuantizeArgs& args, int64_t rows, int threads) {
   });
 }
 
-void run_repack(const RepackArgs& args, int64_t rows, int threads) {
+void run_repack(const RepackArgs& args, int64_t blocks, int threads) {
   const Kernels& kernel = rq::kernels();
-  run_row_chunks(rows, args.width, threads,
+  const int64_t strips = blocks * divide_up(args.rows, kStrip);
+  run_row_chunks(strips, kStrip * args.width, threads,
                  [&](int64_t first, int64_t count) { kernel.repack(args, first, count); });
 }
 

@@ -9,7 +9,7 @@ namespace rq {
 
 void run_rotate(const RotateArgs& args, int threads);
 void run_quantize(const QuantizeArgs& args, int64_t rows, int threads);
-void run_repack(const RepackArgs& args, int64_t rows, int threads);
+void run_repack(const RepackArgs& args, int64_t blocks, int threads);
 
 // batch * heads + head of the first row that was not finite (inputs before scales within a batch row), or -1.
 int64_t run_append(const AppendArgs& args, const std::vector<AppendUnit>& units, int threads);

@@ -7,6 +7,7 @@
 namespace rq {
 
 constexpr int64_t kBlock = 128;      // positions in a block (formats/kv.py)
+constexpr int64_t kStrip = 32;       // rows sealed together
 constexpr int64_t kMaxWidth = 1024;  // widest row; fixes the size of the kernels' own buffers
 
 enum class Dtype { f32, bf16, f16, u8, i32, other };
@@ -31,6 +32,7 @@ struct Rotation {
 
 struct Codec {
   int64_t width = 0, bits = 0, group = 0;
+  bool keys = false;          // layout of sealed strips: of keys, or of values
   Rule rule = Rule::norm;
   Dtype scale_dtype = Dtype::bf16;
   float unit = 0;
@@ -72,9 +74,11 @@ struct QuantizeArgs {
   uint16_t* scales;  // [rows, groups]
 };
 
+// Blocks of `rows` rows each. A unit is one strip, whole or not.
 struct RepackArgs {
   Step step;
-  int64_t bits, width;
+  int64_t bits, width, rows;
+  bool keys;
   const uint8_t* in;
   uint8_t* out;
 };

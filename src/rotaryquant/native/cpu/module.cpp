@@ -52,16 +52,18 @@ Step step_named(const std::string& name) {
 }
 
 void py_repack(const std::string& step_name, const Array& in, const Array& out, int64_t bits, int64_t width,
-               int threads) {
+               const std::string& layout, int threads) {
   const Step step = step_named(step_name);
   require(bits == 2 || bits == 3 || bits == 4 || bits == 8, "bits must be 2, 3, 4 or 8");
   require(width >= 8 && width <= kMaxWidth && width % 8 == 0, "width is out of range");
-  require(in.shape.size() == 2, "rows must be [rows, bytes]");
-  const int64_t rows = in.shape[0], packed = width * bits / 8;
+  require(in.shape.size() == 3, "rows must be [blocks, rows, bytes]");
+  const bool sealing = step == Step::seal || step == Step::unseal || step == Step::unpack_sealed;
+  require(!sealing || layout == "key" || layout == "value", "layout must be key or value");
+  const int64_t blocks = in.shape[0], rows = in.shape[1], packed = width * bits / 8;
   const bool to_codes = step == Step::unpack || step == Step::unpack_sealed;
-  in.of_type("rows", Dtype::u8).of_shape("rows", {rows, step == Step::pack ? width : packed}).contiguous("rows");
-  out.of_type("out", Dtype::u8).of_shape("out", {rows, to_codes ? width : packed}).contiguous("out");
-  run_repack({step, bits, width, in.at<const uint8_t>(), out.at<uint8_t>()}, rows, threads);
+  in.of_type("rows", Dtype::u8).of_shape("rows", {blocks, rows, step == Step::pack ? width : packed}).contiguous("rows");
+  out.of_type("out", Dtype::u8).of_shape("out", {blocks, rows, to_codes ? width : packed}).contiguous("out");
+  run_repack({step, bits, width, rows, layout == "key", in.at<const uint8_t>(), out.at<uint8_t>()}, blocks, threads);
 }
 
 const int32_t* integers(const char* name, const Array& array, const std::vector<int64_t>& shape) {
@@ -234,7 +236,7 @@ NB_MODULE(_native, m) {
                const OptionalArray&>(),
       "width"_a, "heads"_a, "power"_a, "base"_a, "signs"_a.none(), "blocks"_a.none(), "matrix"_a.none());
   nb::class_<Codec>(m, "Codec");
-  m.def("codec", &make_codec, "width"_a, "bits"_a, "rule"_a, "group"_a, "scale_dtype"_a, "unit"_a, "levels"_a,
+  m.def("codec", &make_codec, "layout"_a, "width"_a, "bits"_a, "rule"_a, "group"_a, "scale_dtype"_a, "unit"_a, "levels"_a,
         "boundaries"_a);
   nb::class_<Slabs>(m, "Stream").def(
       nb::init<const Codec&, int64_t, const OptionalArray&, const OptionalArray&, const std::vector<uint64_t>&,
@@ -242,7 +244,8 @@ NB_MODULE(_native, m) {
       "codec"_a, "blocks_per_slab"_a, "code_slab"_a.none(), "scale_slab"_a.none(), "codes"_a, "scales"_a);
   m.def("rotate", &py_rotate, "x"_a, "out"_a, "rotation"_a, "inverse"_a, "threads"_a, Release());
   m.def("quantize", &py_quantize, "y"_a, "codec"_a, "codes"_a, "scales"_a, "threads"_a, Release());
-  m.def("repack", &py_repack, "step"_a, "rows"_a, "out"_a, "bits"_a, "width"_a, "threads"_a, Release());
+  m.def("repack", &py_repack, "step"_a, "rows"_a, "out"_a, "bits"_a, "width"_a, "layout"_a, "threads"_a,
+        Release());
   m.def("append", &py_append, "x"_a, "rotation"_a, "stream"_a, "block_table"_a, "src_begin"_a, "counts"_a,
         "dst_begin"_a, "mean"_a.none(), "threads"_a, Release());
   m.def("attention", &py_attention, "q"_a, "q_rotated"_a, "keys"_a, "values"_a, "kv_heads"_a, "block_table"_a,

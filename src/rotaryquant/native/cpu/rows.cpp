@@ -3,6 +3,7 @@
 #include "kernels.h"
 #include "quantize.h"
 #include "rotate.h"
+#include "strip.h"
 #include "tables.h"
 
 namespace rq {
@@ -13,7 +14,8 @@ namespace {
 struct RowScratch {
   HeadRotation rotation;
   float rows[kTileRows * kMaxPadded], spare[kTileRows * kMaxPadded];
-  uint8_t codes[kMaxPadded];
+  int64_t stride;  // of `codes`
+  uint8_t codes[kStrip * kMaxPadded];
 };
 
 // False where x holds NaN or infinity.
@@ -29,39 +31,59 @@ RQ_INLINE void subtract(float* x, const float* mean, int64_t width) {
   for (int64_t i = 0; i < width; i++) x[i] -= mean[i];
 }
 
+// Rows first .. first + count of a strip, from x to codes. False: met a row or a scale that is not finite.
 template <int BITS>
-Met append_rows(const AppendArgs& args, const AppendUnit& unit, RowScratch& s, const float* mean) {
-  const Stream& stream = args.stream;
-  const Codec& codec = stream.codec;
-  const bool sealed = unit.offset + unit.count == kBlock;
-  uint8_t* codes = stream.code_rows(unit.block, unit.head);
-  uint16_t* scales = stream.scale_rows(unit.block, unit.head);
-  const int64_t padded = round_up(codec.width, VL);
-  if (sealed && BITS < 8) {
-    for (int64_t r = 0; r < unit.offset; r++) {  // rows that earlier calls left open
-      unpack_row<BITS>(codes + r * stream.code_row, codec.width, false, s.codes);
-      pack_row<BITS>(s.codes, codec.width, true, codes + r * stream.code_row);
-    }
-  }
+Met code_rows(const AppendArgs& args, const AppendUnit& unit, RowScratch& s, const float* mean, int64_t first,
+              int64_t count, uint8_t* codes) {
+  const Codec& codec = args.stream.codec;
+  const int64_t padded = round_up(codec.width, VL), stride = s.stride;
+  uint16_t* scales = args.stream.scale_rows(unit.block, unit.head);
   Met met = Met::nothing;
-  for (int64_t first = 0; first < unit.count; first += kTileRows) {
-    const int64_t count = smaller(kTileRows, unit.count - first);
-    for (int64_t i = 0; i < count; i++) {
+  for (int64_t tile = 0; tile < count; tile += kTileRows) {
+    const int64_t rows = smaller(kTileRows, count - tile);
+    for (int64_t i = 0; i < rows; i++) {
       float* row = s.rows + i * padded;
-      const char* source = row_address(args.x, unit.batch, unit.head, unit.source + first + i);
-      load_row(source, args.x.dtype, codec.width, padded, row);
+      const int64_t from = unit.source + first - unit.offset + tile + i;
+      load_row(row_address(args.x, unit.batch, unit.head, from), args.x.dtype, codec.width, padded, row);
       if (!all_finite(row, padded)) return Met::bad_input;
       if (mean) subtract(row, mean, codec.width);
     }
-    rotate_rows(s.rotation, s.rows, count, s.spare);
-    for (int64_t i = 0; i < count; i++) {
-      const int64_t r = unit.offset + first + i;
-      uint16_t* row_scales = scales + r * stream.scale_row;
-      if (!quantize_row<BITS>(codec, s.rows + i * padded, s.codes, row_scales, stream.scale_group)) {
+    rotate_rows(s.rotation, s.rows, rows, s.spare);
+    for (int64_t i = 0; i < rows; i++) {
+      uint16_t* row_scales = scales + (first + tile + i) * args.stream.scale_row;
+      if (!quantize_row<BITS>(codec, s.rows + i * padded, codes + (tile + i) * stride, row_scales,
+                              args.stream.scale_group)) {
         met = Met::bad_scale;  // an input that is not finite in a later row still takes precedence
       }
-      pack_row<BITS>(s.codes, codec.width, sealed, codes + r * stream.code_row);
     }
+  }
+  return met;
+}
+
+template <int BITS>
+Met append_rows(const AppendArgs& args, const AppendUnit& unit, RowScratch& s, const float* mean) {
+  const Stream& stream = args.stream;
+  const int64_t width = stream.codec.width, end = unit.offset + unit.count;
+  uint8_t* block = stream.code_rows(unit.block, unit.head);
+  s.stride = round_up(width, VL);
+  Met met = Met::nothing;
+  for (int64_t row = unit.offset; row < end;) {
+    const int64_t strip = row / kStrip * kStrip, stop = smaller(end, strip + kStrip);
+    const bool full = stop == strip + kStrip && has_strips(width);
+    for (int64_t r = strip; full && r < row; r++) {  // rows that earlier calls left open
+      unpack_canonical<BITS>(block + r * stream.code_row, width, s.codes + (r - strip) * s.stride);
+    }
+    const Met one = code_rows<BITS>(args, unit, s, mean, row, stop - row, s.codes + (row - strip) * s.stride);
+    if (one == Met::bad_input) return one;
+    if (one == Met::bad_scale) met = one;
+    if (full) {
+      pack_strip<BITS>(s.codes, s.stride, width, stream.codec.keys, block + strip * stream.code_row);
+    } else {
+      for (int64_t r = row; r < stop; r++) {
+        pack_canonical<BITS>(s.codes + (r - strip) * s.stride, width, block + r * stream.code_row);
+      }
+    }
+    row = stop;
   }
   return met;
 }
@@ -77,25 +99,37 @@ void quantize_rows(const QuantizeArgs& args, int64_t first, int64_t count, RowSc
   }
 }
 
+// Strip number `index` of all blocks: whole, or the rows that a block has left.
 template <int BITS>
-void repack_rows(const RepackArgs& args, int64_t first, int64_t count) {
-  const int64_t packed = args.width * BITS / 8;
+void repack_strip(const RepackArgs& args, int64_t index) {
+  const int64_t strips = (args.rows + kStrip - 1) / kStrip, first = index % strips * kStrip, width = args.width;
+  const int64_t count = smaller(kStrip, args.rows - first), packed = width * BITS / 8;
+  const bool full = count == kStrip && has_strips(width);
   const bool from_codes = args.step == Step::pack;
   const bool to_codes = args.step == Step::unpack || args.step == Step::unpack_sealed;
-  const int64_t in_bytes = from_codes ? args.width : packed, out_bytes = to_codes ? args.width : packed;
-  const bool sealed_in = args.step == Step::unpack_sealed || args.step == Step::unseal;
-  uint8_t codes[kMaxWidth];
-  for (int64_t r = first; r < first + count; r++) {
-    const uint8_t* in = args.in + r * in_bytes;
-    uint8_t* out = args.out + r * out_bytes;
-    if (from_codes) {
-      for (int64_t i = 0; i < args.width; i++) codes[i] = (uint8_t)(in[i] & ((1 << BITS) - 1));
-    } else {
-      unpack_row<BITS>(in, args.width, sealed_in, codes);
-    }
-    if (to_codes) memcpy(out, codes, (size_t)args.width);
-    else pack_row<BITS>(codes, args.width, args.step == Step::seal, out);
+  const int64_t row = index / strips * args.rows + first;
+  const uint8_t* in = args.in + row * (from_codes ? width : packed);
+  uint8_t* out = args.out + row * (to_codes ? width : packed);
+  uint8_t codes[kStrip * kMaxWidth];
+  if (from_codes) {
+    for (int64_t i = 0; i < count * width; i++) codes[i] = (uint8_t)(in[i] & ((1 << BITS) - 1));
+  } else if (full && args.step != Step::unpack && args.step != Step::seal) {
+    unpack_strip<BITS>(in, width, args.keys, codes, width);
+  } else {
+    for (int64_t r = 0; r < count; r++) unpack_canonical<BITS>(in + r * packed, width, codes + r * width);
   }
+  if (to_codes) {
+    memcpy(out, codes, (size_t)(count * width));
+  } else if (full && args.step == Step::seal) {
+    pack_strip<BITS>(codes, width, width, args.keys, out);
+  } else {
+    for (int64_t r = 0; r < count; r++) pack_canonical<BITS>(codes + r * width, width, out + r * packed);
+  }
+}
+
+template <int BITS>
+void repack_strips(const RepackArgs& args, int64_t first, int64_t count) {
+  for (int64_t i = first; i < first + count; i++) repack_strip<BITS>(args, i);
 }
 
 }  // namespace
@@ -130,10 +164,10 @@ void quantize(const QuantizeArgs& args, int64_t first, int64_t count, char* scra
 
 void repack(const RepackArgs& args, int64_t first, int64_t count) {
   switch (args.bits) {
-    case 2: return repack_rows<2>(args, first, count);
-    case 3: return repack_rows<3>(args, first, count);
-    case 4: return repack_rows<4>(args, first, count);
-    default: return repack_rows<8>(args, first, count);
+    case 2: return repack_strips<2>(args, first, count);
+    case 3: return repack_strips<3>(args, first, count);
+    case 4: return repack_strips<4>(args, first, count);
+    default: return repack_strips<8>(args, first, count);
   }
 }
 

@@ -19,7 +19,8 @@ struct Choices {
     __builtin_cpu_init();
     const bool has_v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool has_v4 = has_v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                        __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
     if (has_v4) kernels[count++] = &v4::kernels();
     if (has_v3) kernels[count++] = &v3::kernels();
 #endif

@@ -39,7 +39,7 @@
 namespace rq {
 namespace RQ_ISA {
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#if defined(__AVX512VBMI__) && defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define RQ_LANES 16
 #elif defined(__AVX2__) && defined(__FMA__)
 #define RQ_LANES 8
@@ -48,12 +48,13 @@ namespace RQ_ISA {
 #endif
 
 constexpr int VL = RQ_LANES;
-// Rows of a register block of matrix products: 16 accumulators where there are 32 registers, else 8.
 #if RQ_LANES == 16 || defined(__aarch64__)
-constexpr int MR = 8;
+constexpr bool kManyRegisters = true;  // 32 of them
 #else
-constexpr int MR = 4;
+constexpr bool kManyRegisters = false;
 #endif
+// Rows of a register block of matrix products: 16 accumulators where there are many registers, else 8.
+constexpr int MR = kManyRegisters ? 8 : 4;
 
 typedef float vf __attribute__((vector_size(4 * RQ_LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * RQ_LANES)));
@@ -61,6 +62,7 @@ typedef uint32_t vu __attribute__((vector_size(4 * RQ_LANES)));
 
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLargest = 3.40282347e38f;
+constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
 
 RQ_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 RQ_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -342,10 +344,9 @@ struct Exp {
 
 // e^x split into a power of two and the rest, for -87.3 <= x <= 0.
 RQ_INLINE Exp exp_parts(vf x) {
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-  vf shifted = x * 1.44269504f + magic;
+  vf shifted = x * 1.44269504f + kRounder;
   vi power = as_i32(shifted) - (int32_t)0x4b400000;
-  vf n = shifted - magic;
+  vf n = shifted - kRounder;
   vf r = x - n * 0.693359375f;  // ln 2 in two parts; the product with the first is exact
   r = r + n * 2.12194440e-4f;
   vf p = splat(1.0f / 5040.0f);  // Taylor, |r| <= ln(2)/2: the next term is below 6e-9
@@ -357,14 +358,45 @@ RQ_INLINE Exp exp_parts(vf x) {
   return {as_f32((power + 127) << 23), p * r * r + r};
 }
 
-// e^x for x <= 0; exactly 0 below -87.3, -infinity included. NaN stays NaN.
-RQ_INLINE vf exp_nonpositive(vf x) {
-  Exp e = exp_parts(x);
-  vf y = e.scale * e.minus_one + e.scale;
-  return x < -87.3f ? (vf){} : y;
+// 2^x for x <= 0 to 3e-7; exactly 0 far below, -infinity included. NaN stays NaN.
+RQ_INLINE vf exp2_nonpositive(vf x) {
+#if RQ_LANES == 16
+  const vf r = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // 0 for -infinity
+#else
+  const vf shifted = x + kRounder, r = x - (shifted - kRounder);
+#endif
+  vf p = splat(0.00132764725f);  // least relative error on [-1/2, 1/2]
+  p = p * r + 0.00967554096f;
+  p = p * r + 0.0555071309f;
+  p = p * r + 0.240221202f;
+  p = p * r + 0.693146944f;
+  p = p * r + 1.0f;
+#if RQ_LANES == 16
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)(x - r));
+#else
+  const vi power = as_i32(shifted) - (int32_t)0x4b400000;
+  return x < -126.0f ? (vf){} : p * as_f32((power + 127) << 23);
+#endif
 }
 
-RQ_INLINE float exp_nonpositive(float x) { return exp_nonpositive(splat(x))[0]; }
+// To the nearest integer, ties to even; for |x| < 2^22.
+RQ_INLINE vi round_to_i32(vf x) {
+#if RQ_LANES == 16
+  return (vi)_mm512_cvtps_epi32((__m512)x);
+#else
+  return as_i32(x + kRounder) - (int32_t)0x4b400000;
+#endif
+}
+
+RQ_INLINE int32_t sum_i32(vi v) {
+  int32_t total = 0;
+#if RQ_LANES == 16
+  total = _mm512_reduce_add_epi32((__m512i)v);
+#else
+  for (int l = 0; l < VL; l++) total += v[l];
+#endif
+  return total;
+}
 
 // tanh by expm1(-2|x|): accurate to a few ulp near 0 and saturating without overflow.
 RQ_INLINE vf tanh_saturating(vf x) {

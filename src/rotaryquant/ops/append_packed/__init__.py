@@ -26,8 +26,8 @@ def append_packed(
     x: [batch, num_kv_heads, rows, width], any float dtype, last dimension contiguous.
     block_table: int32 [batch, max_blocks]; src_begin, counts, dst_begin: int32 [batch], on the CPU.
     mean: fp32 [batch, num_kv_heads, width] subtracted before the rotation, or None.
-    Positions below dst_begin[b] must be packed already. A block that this call fills is left sealed, every other
-    block it touches is left open. Returns batch_row · num_kv_heads + head of the first non-finite row met, or
+    Positions below dst_begin[b] must be packed already. A strip of 32 rows that this call fills is left sealed, any
+    other that it touches open. Returns batch_row · num_kv_heads + head of the first non-finite row met, or
     -1; the blocks' contents are then unspecified from dst_begin on.
     """
     result: int = dispatch.run(

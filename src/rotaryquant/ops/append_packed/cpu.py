@@ -1,4 +1,4 @@
-"""The fused write: each row is read once and its bytes are written once, sealed where its block gets full."""
+"""The fused write: each row is read once and its bytes are written once, sealed where its strip gets full."""
 
 import torch
 from torch import Tensor

@@ -7,7 +7,7 @@ from rotaryquant.ops.pack import reference as pack
 from rotaryquant.ops.quantize import reference as quantize
 from rotaryquant.ops.rotate import Rotation
 from rotaryquant.ops.rotate import reference as rotate
-from rotaryquant.ops.streams import BLOCK, PackedStream, block_rows
+from rotaryquant.ops.streams import BLOCK, STRIP, PackedStream, block_rows
 
 
 def unsupported(
@@ -46,7 +46,7 @@ def run(
         if mean is not None:
             rows = rows - mean[b, :, None, :]
         codes, scales = quantize.run(rotate.run(rows, rotation, False), codec)
-        packed = pack.run("pack", codes, codec.bits, codec.width)[0]
+        packed = pack.run("pack", codes, codec.bits, codec.width, codec.layout)[0]
         if not bool(torch.isfinite(scales.float()).all()):
             bad = (~torch.isfinite(scales.float())).nonzero()[0]
             return b * x.shape[1] + int(bad[1])
@@ -57,7 +57,7 @@ def run(
             block_codes, block_scales = block_rows(stream, int(block_table[b, block]))
             block_codes[:, offset : offset + take] = packed[:, done : done + take]
             block_scales[:, offset : offset + take] = scales[0, :, done : done + take]
-            if offset + take == BLOCK:
-                block_codes.copy_(pack.run("seal", block_codes, codec.bits, codec.width))
+            strips = slice(offset // STRIP * STRIP, (offset + take) // STRIP * STRIP)  # full now, and not before
+            block_codes[:, strips] = pack.run("seal", block_codes[:, strips], codec.bits, codec.width, codec.layout)
             done += take
     return -1

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from rotaryquant.formats.kv import sealed_bit_order
+from rotaryquant.formats.kv import STRIP, sealed_bit_order
 
 
-def unsupported(step: str, data: Tensor, bits: int, width: int) -> str | None:
+def unsupported(step: str, data: Tensor, bits: int, width: int, layout: str) -> str | None:
     """Takes every call."""
     return None
 
@@ -23,21 +23,24 @@ def _to_bytes(stream: Tensor) -> Tensor:
     )
 
 
-def _order(bits: int, width: int, device: torch.device) -> Tensor:
-    return torch.from_numpy(sealed_bit_order(width, bits)).to(device)
+def _reorder_strips(rows: Tensor, order: Tensor) -> Tensor:
+    """Rows [..., n, bytes] with the bits of each whole strip put into `order`."""
+    whole = rows.shape[-2] // STRIP * STRIP
+    strips = rows[..., :whole, :].reshape(*rows.shape[:-2], whole // STRIP, STRIP * rows.shape[-1])
+    reordered = _to_bytes(_to_bits(strips)[..., order]).view(*rows.shape[:-2], whole, rows.shape[-1])
+    return torch.cat([reordered, rows[..., whole:, :]], -2)
 
 
-def run(step: str, data: Tensor, bits: int, width: int) -> Tensor:
+def run(step: str, data: Tensor, bits: int, width: int, layout: str) -> Tensor:
     """One of the steps pack, unpack, unpack_sealed, seal, unseal."""
     if step == "pack":
         if bits == 32:
             return data.contiguous().view(torch.uint8)
         return _to_bytes(((data[..., None] >> torch.arange(bits, device=data.device)) & 1).flatten(-2))
-    if step == "seal":
-        return _to_bytes(_to_bits(data)[..., _order(bits, width, data.device)])
-    if step in ("unseal", "unpack_sealed"):
-        data = _to_bytes(_to_bits(data)[..., torch.argsort(_order(bits, width, data.device))])
-        if step == "unseal":
+    if step != "unpack":
+        order = torch.from_numpy(sealed_bit_order(width, bits, layout)).to(data.device)
+        data = _reorder_strips(data, order if step == "seal" else torch.argsort(order))
+        if step != "unpack_sealed":
             return data
     if bits == 32:
         return data.contiguous().view(torch.int32)

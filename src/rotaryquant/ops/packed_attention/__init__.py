@@ -22,8 +22,8 @@ def packed_attention(
     key_bias: Tensor | None = None,
     mask: Tensor | None = None,
     key_noise: float = 0.0,
-    q_dtype: torch.dtype = torch.float32,
-    p_dtype: torch.dtype = torch.float32,
+    q_dtype: torch.dtype | None = None,
+    p_dtype: torch.dtype | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of the newest queries of each row over its whole cache, without rebuilding a key or value.
@@ -41,7 +41,9 @@ def packed_attention(
     soft cap, v = scale²·(|q|²·|k̂|² - (q·k̂)²)·key_noise/width. |k̂|² is taken from the row's scale, as
     width·(scale of the row / unit of the codebook)²; needs one scale a row and a codebook with a unit.
     q_dtype, p_dtype: float32, bfloat16 or int8, the precision at which queries (per row and head) and
-    probabilities meet the codes.
+    probabilities meet the codes. None: the kernel's own. The reference computes in float32; cpu rounds queries to
+    int8 (to 15 bits where keys have 8) and probabilities to 7 bits of their block's largest, or to 14 where the block
+    weighs more than 1/64 of the sum so far.
     Returns (out of packed values, still rotated; out of exact values or None where the view has none), both fp32
     [batch, num_heads, rows, value_width]; the attention output is inverse_rotate(first) + second.
     """

@@ -1,4 +1,7 @@
-"""Packed attention in tiles of query rows: every packed row is unpacked once for all queries of a tile."""
+"""Packed attention in tiles of query rows: every packed row is unpacked once for all queries of a tile.
+
+Products with the codes are exact in integers, since queries and probabilities are rounded to bytes first.
+"""
 
 import torch
 from torch import Tensor
@@ -36,13 +39,14 @@ def unsupported(
     key_bias: Tensor | None,
     mask: Tensor | None,
     key_noise: float,
-    q_dtype: torch.dtype,
-    p_dtype: torch.dtype,
+    q_dtype: torch.dtype | None,
+    p_dtype: torch.dtype | None,
 ) -> str | None:
     """Why the native kernel cannot take this call, or None."""
-    for name, dtype in (("q_dtype", q_dtype), ("p_dtype", p_dtype)):
-        if dtype != torch.float32:
-            return f"{name}={dtype}: this kernel computes in float32"
+    if q_dtype not in (None, torch.int8):
+        return f"q_dtype={q_dtype}: this kernel rounds queries to int8"
+    if p_dtype is not None:
+        return f"p_dtype={p_dtype}: this kernel rounds probabilities by a rule of its own"
     reason = native.not_on_cpu(q=q, q_rotated=q_rotated, sink_logits=sink_logits, key_bias=key_bias, mask=mask)
     return reason or _view_reason(view)
 
@@ -60,8 +64,8 @@ def run(
     key_bias: Tensor | None,
     mask: Tensor | None,
     key_noise: float,
-    q_dtype: torch.dtype,
-    p_dtype: torch.dtype,
+    q_dtype: torch.dtype | None,
+    p_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
     """See the op's docstring. Raises ValueError where the view's table, lengths or shapes do not fit together."""
     q, q_rotated = q.float().contiguous(), q_rotated.float().contiguous()

@@ -23,8 +23,7 @@ def packed_rows(stream: PackedStream, blocks: list[int], count: int) -> Tensor:
         if filled <= 0:
             break
         codes, scales = block_rows(stream, block)
-        step = "unpack_sealed" if filled == BLOCK else "unpack"
-        unpacked = pack.run(step, codes[:, :filled], codec.bits, codec.width)
+        unpacked = pack.run("unpack_sealed", codes[:, :filled], codec.bits, codec.width, codec.layout)
         rows.append(quantize.dequantize(unpacked, scales[:, :filled], codec))
     return torch.cat(rows, 1) if rows else torch.zeros(0)
 
@@ -35,9 +34,9 @@ def row_sizes(stream: PackedStream, blocks: list[int], count: int) -> Tensor:
     return stream.codec.width * (torch.cat(scales, 1)[:, :count] / stream.codec.unit).square()
 
 
-def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _round(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Rounding rule: bf16 to nearest; int8 to a step of each last-dimension row's largest magnitude / 127."""
-    if dtype == torch.float32:
+    if dtype in (None, torch.float32):
         return x
     if dtype == torch.bfloat16:
         return x.bfloat16().float()
@@ -69,8 +68,8 @@ def run(
     key_bias: Tensor | None,
     mask: Tensor | None,
     key_noise: float,
-    q_dtype: torch.dtype,
-    p_dtype: torch.dtype,
+    q_dtype: torch.dtype | None,
+    p_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Every batch row on its own; see the op's docstring for shapes."""
     batch, num_heads, rows, _ = q.shape

@@ -1,0 +1,120 @@
+// Vectors of bytes: levels of codes by table, and exact products of four signed bytes at a time.
+#pragma once
+
+#include "simd.h"
+
+namespace rq {
+namespace RQ_ISA {
+
+#if RQ_LANES == 16
+#define RQ_BYTES 64
+#elif RQ_LANES == 8
+#define RQ_BYTES 32
+#else
+#define RQ_BYTES 16
+#endif
+
+typedef uint8_t vb __attribute__((vector_size(RQ_BYTES)));
+
+RQ_INLINE vb load_bytes(const uint8_t* p) {
+  vb v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+RQ_INLINE void store_bytes(uint8_t* p, vb v) { memcpy(p, &v, sizeof v); }
+
+// What is added to a level where it is stored as a byte: the VNNI product wants one side unsigned.
+#if RQ_LANES == 16
+constexpr int kLevelBias = 128;
+#else
+constexpr int kLevelBias = 0;
+#endif
+
+// acc[lane] += sum over j < 4 of (levels[4 * lane + j] - kLevelBias) * four[j], less what the bias adds: the caller
+// takes kLevelBias * (sum of all `four`) off at the end. `four`: signed bytes within -127 .. 127.
+RQ_INLINE vi dot4(vi acc, vb levels, int32_t four) {
+#if RQ_LANES == 16
+  return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)levels, _mm512_set1_epi32(four));
+#elif RQ_LANES == 8
+  const __m256i level = (__m256i)levels;  // |level| <= 128: no sum of two products leaves 16 bits
+  const __m256i signed_four = _mm256_sign_epi8(_mm256_set1_epi32(four), level);
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(level), signed_four);
+  return acc + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+  return (vi)vdotq_s32((int32x4_t)acc, (int8x16_t)levels, vreinterpretq_s8_s32(vdupq_n_s32(four)));
+#elif defined(__aarch64__)
+  const int8x16_t level = (int8x16_t)levels, by = vreinterpretq_s8_s32(vdupq_n_s32(four));
+  const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(level), vget_low_s8(by)));
+  const int32x4_t high = vpaddlq_s16(vmull_high_s8(level, by));
+  return acc + (vi)vpaddq_s32(low, high);
+#elif defined(__SSE2__)
+  const __m128i level = (__m128i)levels, by = _mm_set1_epi32(four), zero = _mm_setzero_si128();
+  const __m128i wide = _mm_srai_epi16(_mm_unpacklo_epi8(zero, by), 8);  // the four as 16-bit, twice
+  const __m128i low = _mm_madd_epi16(_mm_srai_epi16(_mm_unpacklo_epi8(zero, level), 8), wide);
+  const __m128i high = _mm_madd_epi16(_mm_srai_epi16(_mm_unpackhi_epi8(zero, level), 8), wide);
+  const __m128 even = _mm_shuffle_ps((__m128)low, (__m128)high, _MM_SHUFFLE(2, 0, 2, 0));
+  const __m128 odd = _mm_shuffle_ps((__m128)low, (__m128)high, _MM_SHUFFLE(3, 1, 3, 1));
+  return acc + (vi)even + (vi)odd;
+#else
+  int8_t level[16], by[4];
+  memcpy(level, &levels, 16);
+  memcpy(by, &four, 4);
+  for (int l = 0; l < 4; l++) {
+    for (int j = 0; j < 4; j++) acc[l] += level[4 * l + j] * by[j];
+  }
+  return acc;
+#endif
+}
+
+// Levels of 2^BITS codes (BITS <= 4) as biased bytes.
+struct LevelTable {
+#if RQ_LANES == 16
+  // Indexed by six bits of which only the code's own decide: bits of the low part at 0, 2 or 4, and at 3 bits the
+  // high bit at 2, 4 or 0.
+  __m512i at[3];
+#else
+  uint8_t entries[16];
+#endif
+};
+
+RQ_INLINE uint8_t level_byte(float level) { return (uint8_t)((int)level + kLevelBias); }
+
+template <int BITS>
+RQ_INLINE LevelTable make_level_table(const float* levels) {
+  LevelTable table;
+#if RQ_LANES == 16
+  uint8_t count[64], entries[64];
+  for (int i = 0; i < 64; i++) {
+    count[i] = (uint8_t)i;
+    entries[i] = level_byte(levels[i % (1 << BITS)]);
+  }
+  const vb index = load_bytes(count), all = load_bytes(entries);
+  RQ_UNROLL for (int t = 0; t < 3; t++) {
+    vb code = BITS == 4 ? index : (index >> (uint8_t)(2 * t)) & (uint8_t)3;
+    if constexpr (BITS == 3) code |= ((index >> (uint8_t)(t == 2 ? 0 : 2 + 2 * t)) & (uint8_t)1) << 2;
+    table.at[t] = _mm512_permutexvar_epi8((__m512i)code, (__m512i)all);
+  }
+#else
+  for (int i = 0; i < 16; i++) table.entries[i] = level_byte(levels[i % (1 << BITS)]);
+#endif
+  return table;
+}
+
+// Levels of codes below 2^BITS.
+RQ_INLINE vb look_up(const LevelTable& table, vb codes) {
+#if RQ_LANES == 16
+  return (vb)_mm512_permutexvar_epi8((__m512i)codes, table.at[0]);
+#elif RQ_LANES == 8
+  const __m128i entries = _mm_loadu_si128((const __m128i*)table.entries);
+  return (vb)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), (__m256i)codes);
+#elif defined(__aarch64__)
+  return (vb)vqtbl1q_u8(vld1q_u8(table.entries), (uint8x16_t)codes);
+#else
+  vb levels;
+  for (int l = 0; l < RQ_BYTES; l++) levels[l] = table.entries[codes[l]];
+  return levels;
+#endif
+}
+
+}  // namespace RQ_ISA
+}  // namespace rq

@@ -1,0 +1,206 @@
+// Sealed strips: 32 rows of a block as vectors of 64 codes, in the order in which attention multiplies them
+// (formats/kv.py, sealed_bit_order).
+//
+// Four neighbouring lanes of a vector hold what one 32-bit product adds up: four columns of a key, four rows of
+// values. 16 columns of a strip are a chunk of eight vectors, 64 * BITS bytes:
+//   keys:   lane 4i + j of vector 2q + h holds column 4q + j of row 16h + i
+//   values: lane 4i + j of vector v holds column i of row 4v + j
+// At 2 and 3 bits vector v has the low bits of its codes in field v % 4 of bytes [64 (v / 4), 64 (v / 4) + 64); at 3
+// bits the high ones in bit high_bit(v) of the 64 bytes that follow. At 4 bits: field v % 2 of 64-byte plane v / 2.
+#pragma once
+
+#include "bytes.h"
+#include "kernels.h"
+
+namespace rq {
+namespace RQ_ISA {
+
+constexpr int64_t kChunkColumns = 16, kChunkVectors = 8, kVector = 64;
+
+RQ_INLINE int64_t chunk_bytes(int bits) { return kVector * bits; }
+
+constexpr int high_bit(int vector) { return (vector % 4 == 0 ? 2 : vector % 4 == 1 ? 4 : vector % 4 == 2 ? 0 : 6) + vector / 4; }
+
+// ---- between rows of bytes and vectors ------------------------------------------------------------------------
+
+typedef uint8_t v16 __attribute__((vector_size(16)));
+
+RQ_INLINE v16 load_16(const uint8_t* p) {
+  v16 v;
+  memcpy(&v, p, 16);
+  return v;
+}
+RQ_INLINE void store_16(uint8_t* p, v16 v) { memcpy(p, &v, 16); }
+
+#if defined(__clang__) || defined(RQ_SHUFFLE_BUILTIN)
+#define RQ_SHUFFLE_16(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define RQ_SHUFFLE_16(a, b, ...) __builtin_shuffle(a, b, (v16){__VA_ARGS__})
+#endif
+
+// Bytes of a and b in turn: of their first halves, of their second.
+RQ_INLINE v16 zip_low(v16 a, v16 b) {
+  return RQ_SHUFFLE_16(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+RQ_INLINE v16 zip_high(v16 a, v16 b) {
+  return RQ_SHUFFLE_16(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+
+// The eight vectors of the 16 columns from `rows` on; row r at rows + r * stride.
+RQ_INLINE void gather_chunk(const uint8_t* rows, int64_t stride, bool keys, uint8_t* vectors) {
+  if (keys) {
+    for (int64_t r = 0; r < kStrip; r++) {
+      for (int64_t q = 0; q < 4; q++) {
+        memcpy(vectors + kVector * (2 * q + r / 16) + 4 * (r % 16), rows + r * stride + 4 * q, 4);
+      }
+    }
+    return;
+  }
+  for (int64_t v = 0; v < kChunkVectors; v++) {  // zipping rows 0 with 2 and 1 with 3, then both, puts them in turn
+    const uint8_t* row = rows + 4 * v * stride;
+    const v16 a = load_16(row), b = load_16(row + stride), c = load_16(row + 2 * stride), d = load_16(row + 3 * stride);
+    const v16 even = zip_low(a, c), odd = zip_low(b, d), even2 = zip_high(a, c), odd2 = zip_high(b, d);
+    store_16(vectors + kVector * v, zip_low(even, odd));
+    store_16(vectors + kVector * v + 16, zip_high(even, odd));
+    store_16(vectors + kVector * v + 32, zip_low(even2, odd2));
+    store_16(vectors + kVector * v + 48, zip_high(even2, odd2));
+  }
+}
+
+RQ_INLINE void scatter_chunk(const uint8_t* vectors, bool keys, uint8_t* rows, int64_t stride) {
+  for (int64_t v = 0; v < kChunkVectors; v++) {
+    for (int64_t l = 0; l < kVector; l++) {
+      const int64_t i = l / 4, j = l % 4;
+      const int64_t row = keys ? 16 * (v % 2) + i : 4 * v + j, column = keys ? 4 * (v / 2) + j : i;
+      rows[row * stride + column] = vectors[kVector * v + l];
+    }
+  }
+}
+
+// ---- between vectors of codes and their bytes -----------------------------------------------------------------
+
+// Whether 32 rows of this width are reordered when they are sealed.
+RQ_INLINE bool has_strips(int64_t width) { return width % kChunkColumns == 0; }
+
+template <int BITS>
+RQ_INLINE void pack_chunk(const uint8_t* vectors, uint8_t* out) {
+  constexpr int size = BITS == 3 ? 2 : BITS, per_plane = 8 / size, planes = kChunkVectors / per_plane;
+  if constexpr (BITS == 8) {
+    memcpy(out, vectors, kChunkVectors * kVector);
+  } else {
+    for (int64_t at = 0; at < kVector; at += RQ_BYTES) {
+      vb high = {};
+      RQ_UNROLL for (int p = 0; p < planes; p++) {
+        vb plane = {};
+        RQ_UNROLL for (int f = 0; f < per_plane; f++) {
+          const int v = per_plane * p + f;
+          const vb codes = load_bytes(vectors + kVector * v + at);
+          plane |= (codes & (uint8_t)((1 << size) - 1)) << (uint8_t)(size * f);
+          if constexpr (BITS == 3) high |= (codes >> 2) << (uint8_t)high_bit(v);
+        }
+        store_bytes(out + kVector * p + at, plane);
+      }
+      if constexpr (BITS == 3) store_bytes(out + kVector * planes + at, high);
+    }
+  }
+}
+
+template <int BITS>
+RQ_INLINE void unpack_chunk(const uint8_t* in, uint8_t* vectors) {
+  constexpr int size = BITS == 3 ? 2 : BITS, per_plane = 8 / size, planes = kChunkVectors / per_plane;
+  if constexpr (BITS == 8) {
+    memcpy(vectors, in, kChunkVectors * kVector);
+  } else {
+    for (int64_t at = 0; at < kVector; at += RQ_BYTES) {
+      RQ_UNROLL for (int v = 0; v < kChunkVectors; v++) {
+        const vb plane = load_bytes(in + kVector * (v / per_plane) + at);
+        vb codes = (plane >> (uint8_t)(size * (v % per_plane))) & (uint8_t)((1 << size) - 1);
+        if constexpr (BITS == 3) {
+          codes |= ((load_bytes(in + kVector * planes + at) >> (uint8_t)high_bit(v)) & (uint8_t)1) << 2;
+        }
+        store_bytes(vectors + kVector * v + at, codes);
+      }
+    }
+  }
+}
+
+// Rows of codes, each `stride` bytes, to a sealed strip and back.
+template <int BITS>
+RQ_INLINE void pack_strip(const uint8_t* rows, int64_t stride, int64_t width, bool keys, uint8_t* out) {
+  uint8_t vectors[kChunkVectors * kVector];
+  for (int64_t column = 0; column < width; column += kChunkColumns, out += chunk_bytes(BITS)) {
+    gather_chunk(rows + column, stride, keys, vectors);
+    pack_chunk<BITS>(vectors, out);
+  }
+}
+
+template <int BITS>
+RQ_INLINE void unpack_strip(const uint8_t* in, int64_t width, bool keys, uint8_t* rows, int64_t stride) {
+  uint8_t vectors[kChunkVectors * kVector];
+  for (int64_t column = 0; column < width; column += kChunkColumns, in += chunk_bytes(BITS)) {
+    unpack_chunk<BITS>(in, vectors);
+    scatter_chunk(vectors, keys, rows + column, stride);
+  }
+}
+
+// ---- vectors of biased levels ---------------------------------------------------------------------------------
+
+// Eight vectors of codes become vectors of biased levels. At 8 bits a level is its code less 128.
+template <int BITS>
+RQ_INLINE void look_up_chunk(const LevelTable& table, uint8_t* vectors) {
+  for (int64_t at = 0; at < kChunkVectors * kVector; at += RQ_BYTES) {
+    const vb codes = load_bytes(vectors + at);
+    if constexpr (BITS == 8) store_bytes(vectors + at, codes ^ (uint8_t)(kLevelBias ? 0 : 128));
+    else store_bytes(vectors + at, look_up(table, codes));
+  }
+}
+
+#if RQ_LANES == 16
+// Bits of `yes` where the mask repeated in every byte is set, of `no` elsewhere.
+RQ_INLINE __m512i merge(int mask, __m512i yes, __m512i no) {
+  return _mm512_ternarylogic_epi32(_mm512_set1_epi8((char)mask), yes, no, 0xca);
+}
+#endif
+
+// Levels of one chunk, eight vectors of biased bytes.
+template <int BITS>
+RQ_INLINE void level_chunk(const LevelTable& table, const uint8_t* in, uint8_t* levels) {
+  if constexpr (BITS == 8) {
+    memcpy(levels, in, kChunkVectors * kVector);
+    return look_up_chunk<8>(table, levels);
+  }
+#if RQ_LANES == 16
+  const __m512i* from = (const __m512i*)in;
+  __m512i* to = (__m512i*)levels;
+#define RQ_LEVELS(v, t, index) _mm512_storeu_si512(to + v, _mm512_permutexvar_epi8(index, table.at[t]))
+  if constexpr (BITS == 4) {
+    RQ_UNROLL for (int p = 0; p < 4; p++) {
+      const __m512i plane = _mm512_loadu_si512(from + p);
+      RQ_LEVELS(2 * p, 0, plane);
+      RQ_LEVELS(2 * p + 1, 0, _mm512_srli_epi16(plane, 4));
+    }
+  } else {
+    const __m512i high = BITS == 3 ? _mm512_loadu_si512(from + 2) : _mm512_setzero_si512();
+    RQ_UNROLL for (int p = 0; p < 2; p++) {
+      const __m512i low = _mm512_loadu_si512(from + p), last = _mm512_srli_epi16(low, 2);
+      if constexpr (BITS == 2) {
+        RQ_UNROLL for (int f = 0; f < 3; f++) RQ_LEVELS(4 * p + f, f, low);
+        RQ_LEVELS(4 * p + 3, 2, last);
+      } else {
+        const __m512i own = p ? _mm512_srli_epi16(high, 1) : high;
+        RQ_LEVELS(4 * p, 0, merge(0x03, low, own));
+        RQ_LEVELS(4 * p + 1, 1, merge(0x0c, low, own));
+        RQ_LEVELS(4 * p + 2, 2, merge(0x30, low, own));
+        RQ_LEVELS(4 * p + 3, 2, merge(0x30, last, _mm512_srli_epi16(high, 6 + p)));
+      }
+    }
+  }
+#undef RQ_LEVELS
+#else
+  unpack_chunk<BITS>(in, levels);
+  look_up_chunk<BITS>(table, levels);
+#endif
+}
+
+}  // namespace RQ_ISA
+}  // namespace rq
