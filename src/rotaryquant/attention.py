@@ -9,7 +9,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from rotaryquant.counters import Counters, visible_pairs
 from rotaryquant.kv.packed import PackedLayer
 from rotaryquant.ops.packed_attention import packed_attention
-from rotaryquant.ops.rotate import rotate
 
 
 @dataclass(frozen=True)
@@ -59,33 +58,18 @@ def attend(
 
 
 def _packed(layer: PackedLayer, queries: Tensor, options: AttentionOptions, mask: Tensor | None) -> Tensor:
-    assert layer.keys is not None
-    assert layer.values is not None
-    batch, num_heads, rows, width = queries.shape
-    kv_heads = layer.keys.num_kv_heads
-    grouped = queries.reshape(batch, kv_heads, -1, width)
-    rotated = rotate(grouped, layer.keys.rotation).view(batch, num_heads, rows, width)
-    bias = None
-    if layer.means is not None:
-        bias = grouped.float() @ layer.means.float()[..., None]
-        bias = bias.reshape(batch, num_heads, rows)
-    out, exact = packed_attention(
-        queries.float(),
-        rotated,
+    return packed_attention(
+        queries,
         layer.view(),
         scale=options.scale,
         causal=mask is None,
         window=options.window,
         softcap=options.softcap,
-        sink_logits=None if options.sink_logits is None else options.sink_logits.float(),
-        key_bias=bias,
+        sink_logits=options.sink_logits,
         mask=mask,
         key_noise=layer.key_noise,
+        inverse=layer.config.inverse,
     )
-    if layer.config.inverse:
-        out = rotate(out.reshape(batch, kv_heads, -1, out.shape[-1]), layer.values.rotation, inverse=True)
-        out = out.view(batch, num_heads, rows, -1)
-    return out if exact is None else out + exact
 
 
 def dense_attention(

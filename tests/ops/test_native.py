@@ -90,8 +90,8 @@ def test_rounded_queries_and_probabilities_go_to_another_kernel(name: str, dtype
     item = attention_cases.inputs("length 63", attention_cases.SPECS["length 63"])
     options = {**item.options, name: dtype}
     with pytest.raises(UnsupportedKernelError, match=name):
-        packed_attention(item.q, item.q_rotated, item.view, kernel="cpu", **options)
-    packed_attention(item.q, item.q_rotated, item.view, **options)
+        packed_attention(item.q, item.view, kernel="cpu", **options)
+    packed_attention(item.q, item.view, **options)
 
 
 @needs_native
@@ -157,10 +157,8 @@ def test_non_finite_rows_quantize_to_non_finite_scales(bits: int, rule: str) -> 
 def test_a_row_that_holds_nothing_gives_zeros() -> None:
     spec = attention_cases.Spec((0, 130), rows=2, group=2, sinks=4)
     item = attention_cases.inputs("nothing", spec)
-    out, dense_out = packed_attention(item.q, item.q_rotated, item.view, kernel="cpu", **item.options)
-    assert dense_out is not None
+    out = packed_attention(item.q, item.view, kernel="cpu", **item.options)
     assert not out[0].any()
-    assert not dense_out[0].any()
     assert bool(out[1].any())
 
 
@@ -196,11 +194,10 @@ def test_offsets_past_two_to_the_31_are_not_cut(tmp_path: Path) -> None:
 
     q = torch.randn(2, 2, 1, 64)
     positions = torch.arange(130, 260).int().repeat(2, 1)
-    (far_out, far_dense), (out, dense) = (
+    far_out, out = (
         packed_attention(
             q,
-            q,
-            CacheView(stream, stream, table, lens, int32(140, 140), 0, rows, rows, positions),
+            CacheView(stream, stream, table, lens, int32(140, 140), rotation, rotation, None, 0, rows, rows, positions),
             scale=0.1,
             causal=False,
             kernel="cpu",
@@ -208,7 +205,6 @@ def test_offsets_past_two_to_the_31_are_not_cut(tmp_path: Path) -> None:
         for stream, rows in ((wide, x), (narrow, x.contiguous()))
     )
     assert torch.equal(far_out, out)
-    assert torch.equal(far_dense, dense)
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------
@@ -227,9 +223,9 @@ def test_threads_change_no_code_and_hardly_a_sum(threads: Any) -> None:
         threads(count)
         stream = GuardedStream(KEY, 20, 2).stream
         assert append_packed(x, rotation, stream, table, int32(0), lens, int32(0), kernel="cpu") == -1
-        view = CacheView(stream, stream, table, lens, lens)
+        view = CacheView(stream, stream, table, lens, lens, rotation, rotation)
         sinks = torch.zeros(2)
-        out, _ = packed_attention(q, q, view, scale=0.3, sink_logits=sinks, kernel="cpu")
+        out = packed_attention(q, view, scale=0.3, sink_logits=sinks, kernel="cpu")
         results.append((torch.stack(stream.codes), rotate(x, rotation, kernel="cpu"), out))
     for codes, rotated, out in results[1:]:
         assert torch.equal(codes, results[0][0])

@@ -80,7 +80,9 @@ def test_append_refuses_ranges_outside_its_tensors(match: str, change: dict[str,
         ("mask", {}, {"mask": torch.ones(1, 1, 3, 256, dtype=torch.bool)}),
         ("mask", {}, {"mask": torch.ones(1, 1, 3, 260, dtype=torch.bool)}),
         ("mask", {}, {"mask": torch.ones(1, 3, 3, 300, dtype=torch.bool)}),
-        ("key_bias", {}, {"key_bias": torch.zeros(1, 4, 2)}),
+        ("means", {"means": torch.zeros(1, 2, 63)}, {}),
+        ("num_kv_heads", {"value_rotation": build_rotation(StreamFormat("value", 128, 3, "value"), 0, 1)}, {}),
+        ("differ in width", {"value_rotation": build_rotation(StreamFormat("value", 64, 3, "value"), 0, 2)}, {}),
         ("sink_logits", {}, {"sink_logits": torch.zeros(3)}),
     ],
 )
@@ -91,5 +93,5 @@ def test_attention_refuses_ranges_outside_its_tensors(
     item = attention_cases.inputs("bounds", spec)
     view = dataclasses.replace(item.view, **view_change)
     with pytest.raises(ValueError, match=match) as caught:
-        packed_attention(item.q, item.q_rotated, view, kernel="cpu", **{**item.options, **option_change})
+        packed_attention(item.q, view, kernel="cpu", **{**item.options, **option_change})
     assert not isinstance(caught.value, UnsupportedKernelError)

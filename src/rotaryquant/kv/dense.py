@@ -4,6 +4,7 @@ One buffer holds both: slots [0, num_sinks) for sinks, then one slot per staged 
 the padded batch, a position is a row's own count; they differ by the row's left pads.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,18 +71,19 @@ class DenseRows:
         assert self.keys is not None
         assert self.values is not None
         begin = self.num_sinks + self.count
-        self.keys[:, :, begin : begin + columns] = keys
-        self.values[:, :, begin : begin + columns] = values
+        self.keys.narrow(2, begin, columns).copy_(keys)
+        self.values.narrow(2, begin, columns).copy_(values)
         self.count = needed
 
     def place(self, pads: list[int], packed_lens: list[int], first: int = 0) -> None:
         """Set the positions of staged columns from `first` on: column minus pads, -1 for pads and packed rows."""
-        slots = slice(self.num_sinks + first, self.num_sinks + self.count)
-        columns = torch.arange(self.start + first, self.end, dtype=torch.int32)
-        positions = columns[None, :] - torch.tensor(pads, dtype=torch.int32)[:, None]
-        packed = torch.tensor(packed_lens, dtype=torch.int32)[:, None]
-        self.positions[:, slots] = torch.where(positions >= packed, positions, -1)
-        self.positions[:, self.num_sinks + self.count :] = -1
+        held, end = self.positions.numpy(), self.num_sinks + self.count
+        for row, (pad, packed) in enumerate(zip(pads, packed_lens, strict=True)):
+            hidden = min(max(pad + packed - self.start, first), self.count)  # columns that pads or packed rows take
+            held[row, self.num_sinks + first : self.num_sinks + hidden] = -1
+            begin = self.start + hidden - pad
+            held[row, self.num_sinks + hidden : end] = np.arange(begin, begin + self.count - hidden)
+            held[row, end:] = -1
 
     def keep_sinks(self, row: int, pad: int, begin: int, end: int) -> None:
         """Copy positions [begin, end) of a batch row from its staged columns into its sink slots."""
@@ -157,10 +159,10 @@ class DenseRows:
 
     def everything(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Keys, values and positions of all slots in use (views), or Nones where nothing is exact."""
-        if self.keys is None or self.values is None or bool((self.positions < 0).all()):
+        if self.keys is None or self.values is None or int(self.positions.numpy().max(initial=-1)) < 0:
             return None, None, None
         used = self.num_sinks + self.count
-        return self.keys[:, :, :used], self.values[:, :, :used], self.positions[:, :used]
+        return self.keys.narrow(2, 0, used), self.values.narrow(2, 0, used), self.positions.narrow(1, 0, used)
 
     @property
     def nbytes(self) -> int:

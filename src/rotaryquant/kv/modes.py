@@ -31,7 +31,10 @@ def editable_tensors(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Conc
     @functools.wraps(method)
     def run(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         held = self.dense.keys
-        with torch.inference_mode(held is not None and held.is_inference()), torch.no_grad():
+        inference = held is not None and held.is_inference()
+        if torch.is_inference_mode_enabled() == inference and not torch.is_grad_enabled():
+            return method(self, *args, **kwargs)  # entering the mode one is in costs as much as a small kernel
+        with torch.inference_mode(inference), torch.no_grad():
             return method(self, *args, **kwargs)
 
     return run

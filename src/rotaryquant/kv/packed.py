@@ -9,6 +9,7 @@ blocks. `tail.packed_end` says which tokens are due; when they move is decided h
 import logging
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,7 @@ class PackedLayer(PackedRows):
         self.exact_newest = False  # the newest columns belong to a prompt chunk
         self._fresh = 0  # columns of the newest update
         self._query_energy: Tensor | None = None  # running sum of |q|², [num_kv_heads]
+        self._unmeasured: list[Tensor] = []  # queries still to be added to it
         self._query_rows = 0
         self._scale = 1.0
 
@@ -95,12 +97,21 @@ class PackedLayer(PackedRows):
         """Let protection see queries [batch, num_heads, rows, key_width] while a row waits for its first packing."""
         if all(row.packed_len > 0 for row in self.rows):
             return
+        self._unmeasured.append(queries.detach())
+        self._scale = scale
+        if queries.shape[2] > 1 or len(self._unmeasured) == BLOCK:  # steps of one token are measured together
+            self._measure_queries()
+
+    def _measure_queries(self) -> None:
+        if not self._unmeasured:
+            return
+        queries = torch.cat(self._unmeasured, 2)
+        self._unmeasured = []
         batch, heads, rows, _ = queries.shape
         kv_heads = self.dense.staged()[0].shape[1]
         energy = queries.float().square().sum(-1).view(batch, kv_heads, heads // kv_heads, rows).sum((0, 3)).amax(-1)
         self._query_energy = energy if self._query_energy is None else self._query_energy + energy
         self._query_rows += batch * rows
-        self._scale = scale
 
     def begin_prefill(self) -> None:
         """Declare that the updates to come are one prompt."""
@@ -133,8 +144,11 @@ class PackedLayer(PackedRows):
             self.keys.packed,
             self.values.packed,
             self._table,
-            torch.tensor([row.packed_len for row in self.rows], dtype=torch.int32),
-            torch.tensor([self.columns - row.pad for row in self.rows], dtype=torch.int32),
+            torch.from_numpy(np.array([row.packed_len for row in self.rows], dtype=np.int32)),
+            torch.from_numpy(np.array([self.columns - row.pad for row in self.rows], dtype=np.int32)),
+            self.keys.rotation,
+            self.values.rotation,
+            self.means,
             self.config.sinks,
             keys,
             values,
@@ -192,6 +206,7 @@ class PackedLayer(PackedRows):
 
     def _decide_formats(self, keys: Tensor, values: Tensor, begins: list[int], ends: list[int]) -> None:
         """Judge rows before their first packing; the first of them also fix the keys' bits and open the stores."""
+        self._measure_queries()
         new = [i for i, (begin, end) in enumerate(zip(begins, ends, strict=True)) if begin == 0 and end > 0]
         if new and (self.keys is None or self._query_energy is not None):
             bits = self.config.key_bits if self.keys is None else self.keys.format.bits
@@ -251,6 +266,7 @@ class PackedLayer(PackedRows):
     @editable_tensors
     def select(self, index: Tensor) -> None:
         """Keep rows `index` (int64 [new_batch], repeats allowed) in that order; rows that repeat share blocks."""
+        self._measure_queries()  # they are as many rows as the batch had
         self.select_rows(index)
         self.dense.select(index.to(self.dense.keys.device) if self.dense.keys is not None else index)
 

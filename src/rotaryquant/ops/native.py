@@ -5,6 +5,7 @@ touches memory; nothing here copies a tensor that it can describe.
 """
 
 import importlib
+import weakref
 from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any
@@ -134,6 +135,24 @@ def codec(item: Codec) -> Any:
 
 def stream(item: PackedStream) -> Any:
     """The native description of packed rows in slabs, which `stream_reason` has found to be alike."""
+    return _described(item)[2]
+
+
+#: Slab addresses, the reason against native code, and else the native description of streams in use.
+_streams: "weakref.WeakKeyDictionary[PackedStream, tuple[list[int], str | None, Any]]" = weakref.WeakKeyDictionary()
+
+
+def _described(item: PackedStream) -> tuple[list[int], str | None, Any]:
+    """What is known of a stream; found anew when a slab was added or moved."""
+    addresses = [slab.data_ptr() for slab in item.codes] + [slab.data_ptr() for slab in item.scales]
+    known = _streams.get(item)
+    if known is None or known[0] != addresses:
+        reason = _stream_reason(item)
+        known = _streams[item] = (addresses, reason, _describe(item) if reason is None else None)
+    return known
+
+
+def _describe(item: PackedStream) -> Any:
     return module().Stream(
         codec=codec(item.codec),
         blocks_per_slab=item.blocks_per_slab,
@@ -151,18 +170,23 @@ def codec_reason(item: Codec) -> str | None:
 
 def stream_reason(name: str, item: PackedStream) -> str | None:
     """Why packed rows laid out like these have no native code path, or None."""
+    reason = _described(item)[1]
+    return None if reason is None else f"{name}: {reason}"
+
+
+def _stream_reason(item: PackedStream) -> str | None:
     if reason := codec_reason(item.codec):
-        return f"{name}: {reason}"
+        return reason
     for slabs in (item.codes, item.scales):
         for slab in slabs:
             if not slab.is_cpu:
-                return f"{name} is on {slab.device}, this kernel reads CPU memory"
+                return f"a slab is on {slab.device}, this kernel reads CPU memory"
             if slab.shape != slabs[0].shape or slab.stride() != slabs[0].stride() or slab.dtype != slabs[0].dtype:
-                return f"{name} has slabs of different shapes, strides or dtypes"
+                return "slabs of different shapes, strides or dtypes"
     if item.codes and item.codes[0].stride(-1) != 1:
-        return f"{name} has code rows whose bytes are not adjacent"
+        return "code rows whose bytes are not adjacent"
     if item.codes and item.codes[0].stride(-2) != item.codec.code_bytes:
-        return f"{name} has code rows that are not adjacent"
+        return "code rows that are not adjacent"
     return None
 
 

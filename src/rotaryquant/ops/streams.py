@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rotaryquant.formats.kv import BLOCK, STRIP, StreamFormat
+from rotaryquant.ops.rotate import Rotation
 
 SCALE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -17,8 +18,8 @@ SCALE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Codec:
     """Tables of one stream's quantiser on one device.
 
-    layout: of sealed strips, "key" or "value".     levels: fp32 [2^bits] (256 entries -128..127 at 8 bits, empty at 32). boundaries: fp32 [2^bits - 1] in units
-    of the group's root mean square, empty at 8 and 32 bits.
+    layout: of sealed strips, "key" or "value". levels: fp32 [2^bits] (256 entries -128..127 at 8 bits, empty at 32).
+    boundaries: fp32 [2^bits - 1] in units of the group's root mean square, empty at 8 and 32 bits.
     """
 
     layout: str
@@ -58,7 +59,7 @@ class Codec:
         )
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class PackedStream:
     """Packed rows of one stream in slabs of equally many blocks; block b lies in slab b // blocks_per_slab.
 
@@ -79,6 +80,8 @@ class CacheView:
     block_table: int32 [batch, max_blocks], block of positions [128i, 128i + 128) in column i.
     packed_lens: int32 [batch], positions [0, packed_len) have packed rows; a strip of 32 is sealed iff all its
     positions are among them. seq_lens: int32 [batch], positions held in all, the newest queries included.
+    key_rotation, value_rotation: of the packed rows. means: [batch, num_kv_heads, key_width], what was taken off
+    the keys before their rotation, or None.
     num_sinks: first positions whose packed rows are masked because `dense_*` holds them exactly.
     dense_keys, dense_values: [batch, num_kv_heads, dense, width], exact rows (sinks, then the tail), or None.
     dense_positions: int32 [batch, dense], the position of each exact row, -1 where unused.
@@ -89,6 +92,9 @@ class CacheView:
     block_table: Tensor
     packed_lens: Tensor
     seq_lens: Tensor
+    key_rotation: Rotation
+    value_rotation: Rotation
+    means: Tensor | None = None
     num_sinks: int = 0
     dense_keys: Tensor | None = None
     dense_values: Tensor | None = None

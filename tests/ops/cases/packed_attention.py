@@ -11,13 +11,11 @@ from torch import Tensor
 from rotaryquant.formats.kv import BLOCK, StreamFormat
 from rotaryquant.ops.packed_attention import packed_attention
 from rotaryquant.ops.packed_attention import reference as attention_reference
-from rotaryquant.ops.rotate import build_rotation
+from rotaryquant.ops.rotate import Rotation, build_rotation
 from rotaryquant.ops.rotate import reference as rotate_reference
 from rotaryquant.ops.streams import CacheView, PackedStream
 
 from . import Case, GuardedStream, generator, quantize_by_reference
-
-Outputs = tuple[Tensor, Tensor | None]
 
 
 def key(width: int = 128, bits: int = 3, **fields: Any) -> StreamFormat:
@@ -51,7 +49,7 @@ class Spec:
     window: int = 0
     softcap: float = 0.0
     sink_logits: bool = False
-    key_bias: bool = False
+    means: bool = False
     mask: str = ""  # "", "shared" or "per head"
     key_noise: float = 0.0
 
@@ -59,7 +57,6 @@ class Spec:
 @dataclass
 class Inputs:
     q: Tensor
-    q_rotated: Tensor
     view: CacheView
     options: dict[str, Any]
 
@@ -112,10 +109,10 @@ def inputs(name: str, spec: Spec) -> Inputs:
         for stream in (spec.keys, spec.values)
     )
     lens = torch.tensor(spec.lens, dtype=torch.int32)
-    view = CacheView(keys, values, table, lens, lens + spec.tail, **_dense(spec, g))
+    rotations = [build_rotation(stream, 0, spec.kv_heads) for stream in (spec.keys, spec.values)]
+    means = torch.randn(batch, spec.kv_heads, width, generator=g) if spec.means else None
+    view = CacheView(keys, values, table, lens, lens + spec.tail, *rotations, means, **_dense(spec, g))
     q = torch.randn(batch, heads, spec.rows, width, generator=g) * spec.q_scale
-    rotation = build_rotation(spec.keys, 0, spec.kv_heads)
-    q_rotated = rotate_reference.run(q.view(batch, spec.kv_heads, -1, width), rotation, False).view_as(q)
     mask = None
     if spec.mask:
         shape = (batch, heads if spec.mask == "per head" else 1, spec.rows, int(view.seq_lens.max()) + 5)
@@ -127,11 +124,16 @@ def inputs(name: str, spec: Spec) -> Inputs:
         "window": spec.window,
         "softcap": spec.softcap,
         "sink_logits": torch.randn(heads, generator=g) * 3 if spec.sink_logits else None,
-        "key_bias": torch.randn(batch, heads, spec.rows, generator=g) * 5 if spec.key_bias else None,
         "mask": mask,
         "key_noise": spec.key_noise,
     }
-    return Inputs(q, q_rotated, view, options)
+    return Inputs(q, view, options)
+
+
+def _rotate(x: Tensor, rotation: Rotation, *, inverse: bool = False) -> Tensor:
+    """Query or output rows [num_heads, rows, width] of one batch row through their KV head's rotation, fp64."""
+    grouped = x.double().reshape(1, rotation.num_kv_heads, -1, x.shape[-1])
+    return (rotate_reference.run(grouped.float(), rotation, inverse).double()).view(x.shape)
 
 
 def _row_logits(item: Inputs, b: int) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -142,11 +144,13 @@ def _row_logits(item: Inputs, b: int) -> tuple[Tensor, Tensor, Tensor, int]:
     if packed_len:
         keys = attention_reference.packed_rows(view.keys, blocks, packed_len).double()
         group = heads // keys.shape[0]
-        dots = item.q_rotated[b].double() @ keys.repeat_interleave(group, 0).mT
+        rotated = _rotate(item.q[b], view.key_rotation)
+        dots = rotated @ keys.repeat_interleave(group, 0).mT
         if item.options["key_noise"]:
-            dots = dots - _noise_share(item, b, dots, group)
-        bias = item.options["key_bias"]
-        logits.append(dots if bias is None else dots + bias[b, :, :, None].double())
+            dots = dots - _noise_share(item, b, rotated, dots, group)
+        if view.means is not None:
+            dots = dots + item.q[b].double() @ view.means[b].double().repeat_interleave(group, 0)[:, :, None]
+        logits.append(dots)
         packed_values = attention_reference.packed_rows(view.values, blocks, packed_len).double()
         values.append(packed_values.repeat_interleave(group, 0))
         at = torch.arange(packed_len)
@@ -161,7 +165,7 @@ def _row_logits(item: Inputs, b: int) -> tuple[Tensor, Tensor, Tensor, int]:
     return torch.cat(logits, -1) * item.options["scale"], torch.cat(values, 1), torch.cat(positions), packed_len
 
 
-def _noise_share(item: Inputs, b: int, dots: Tensor, group: int) -> Tensor:
+def _noise_share(item: Inputs, b: int, rotated: Tensor, dots: Tensor, group: int) -> Tensor:
     """What the correction for code noise takes off q·k, fp64, from the op's definition."""
     stream, packed_len = item.view.keys, int(item.view.packed_lens[b])
     at = [
@@ -170,19 +174,19 @@ def _noise_share(item: Inputs, b: int, dots: Tensor, group: int) -> Tensor:
     ]
     scales = torch.cat([stream.scales[slab][index][:, :, 0] for slab, index in at], 1)[:, :packed_len].double()
     sizes = (stream.codec.width * (scales / stream.codec.unit) ** 2).repeat_interleave(group, 0)[:, None, :]
-    energy = item.q_rotated[b].double().square().sum(-1, keepdim=True)
+    energy = rotated.square().sum(-1, keepdim=True)
     variance = (energy * sizes - dots**2).clamp_min(0) * item.options["key_noise"] / stream.codec.width
     return item.options["scale"] * variance / 2
 
 
 @cache
-def exact(name: str, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
-    """The two outputs in fp64, and which query rows see nothing."""
+def exact(name: str, spec: Spec) -> tuple[Tensor, Tensor]:
+    """The output in fp64, and which query rows see nothing."""
     item = inputs(name, spec)
     options, view = item.options, item.view
     batch, heads, rows, _ = item.q.shape
     out = torch.zeros(batch, heads, rows, spec.values.width, dtype=torch.float64)
-    dense_out, blind = torch.zeros_like(out), torch.ones(batch, heads, rows, dtype=torch.bool)
+    blind = torch.ones(batch, heads, rows, dtype=torch.bool)
     for b in range(batch):
         if int(view.seq_lens[b]) == 0:
             continue
@@ -206,43 +210,37 @@ def exact(name: str, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
         else:
             weights = torch.softmax(scores, -1).nan_to_num(0.0)
         blind[b] = ~seen.any(-1)
-        out[b] = weights[..., :packed_len] @ values[:, :packed_len]
-        dense_out[b] = weights[..., packed_len:] @ values[:, packed_len:]
-    return out, dense_out, blind
+        out[b] = _rotate(weights[..., :packed_len] @ values[:, :packed_len], view.value_rotation, inverse=True)
+        out[b] += weights[..., packed_len:] @ values[:, packed_len:]
+    return out, blind
 
 
-def run(kernel: str, *, name: str, spec: Spec) -> Outputs:
+def run(kernel: str, *, name: str, spec: Spec) -> Tensor:
     item = inputs(name, spec)
-    return packed_attention(item.q, item.q_rotated, item.view, kernel=kernel, **item.options)
+    return packed_attention(item.q, item.view, kernel=kernel, **item.options)
 
 
 def rms(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
 
 
-def compare(got: Outputs, want: Outputs, *, name: str, spec: Spec) -> None:
+def compare(got: Tensor, want: Tensor, *, name: str, spec: Spec) -> None:
     """Within twice the error of the reference with int8 queries, which kernels round so; the same on average.
 
     The floor is what rounding probabilities may add: 7 bits where that cannot matter, else 14. A query at 8-bit keys
     keeps 15 bits, which the floor covers too.
     """
-    *truths, blind = exact(name, spec)
+    truth, blind = exact(name, spec)
     if spec.keys.bits != 8:
         item = inputs(name, spec)
-        want = packed_attention(
-            item.q, item.q_rotated, item.view, kernel="reference", q_dtype=torch.int8, **item.options
-        )
-    assert (got[1] is None) == (want[1] is None) == (spec.tail == spec.sinks == 0)
-    for ours, reference, truth in zip(got, want, truths, strict=True):
-        if ours is None or reference is None:
-            continue
-        assert ours.dtype == torch.float32
-        assert ours.shape == truth.shape
-        assert not ours[blind].any(), "a query that sees nothing must give exact zeros"
-        size = max(float(truth.abs().max()), 1e-3)
-        error, allowed = (x - truth for x in (ours, reference))
-        assert float(error.abs().max()) <= 2 * float(allowed.abs().max()) + 2e-3 * size
-        assert rms(error) <= 1.2 * rms(allowed) + 2e-4 * size
+        want = packed_attention(item.q, item.view, kernel="reference", q_dtype=torch.int8, **item.options)
+    assert got.dtype == torch.float32
+    assert got.shape == truth.shape
+    assert not got[blind].any(), "a query that sees nothing must give exact zeros"
+    size = max(float(truth.abs().max()), 1e-3)
+    error, allowed = (x - truth for x in (got, want))
+    assert float(error.abs().max()) <= 2 * float(allowed.abs().max()) + 2e-3 * size
+    assert rms(error) <= 1.2 * rms(allowed) + 2e-4 * size
 
 
 LENGTHS = (1, 2, 63, 127, 128, 129, 255, 256, 511)
@@ -294,15 +292,15 @@ SPECS = {
     "tail, mask": Spec((256,), rows=5, group=4, tail=31, sinks=4, mask="per head"),
     "tail, width 80": Spec((130,), rows=2, group=2, tail=5, keys=key(80), values=value(112)),
     # logits
-    "soft cap": Spec((257,), rows=3, group=2, softcap=50.0, key_bias=True),
+    "soft cap": Spec((257,), rows=3, group=2, softcap=50.0, means=True),
     "soft cap, saturated": Spec((257,), rows=3, group=2, softcap=50.0, q_scale=2000.0),
     "soft cap, wide": Spec((257,), rows=9, group=2, softcap=5.0, q_scale=10.0, tail=3),
     "sink logits": Spec((257,), rows=3, kv_heads=2, group=2, sink_logits=True),
     "sink logits, blind rows": Spec((257,), rows=3, kv_heads=2, group=2, sink_logits=True, mask="shared"),
-    "key bias": Spec((257,), rows=3, kv_heads=2, group=2, key_bias=True, tail=9),
-    "key bias, wide": Spec((257,), rows=9, kv_heads=2, group=2, key_bias=True, sinks=4),
+    "means": Spec((257,), rows=3, kv_heads=2, group=2, means=True, tail=9),
+    "means, wide": Spec((257,), rows=9, kv_heads=2, group=2, means=True, sinks=4),
     "noisy keys": Spec((257, 100), rows=3, kv_heads=2, group=2, key_noise=0.03, tail=9, sinks=4),
-    "noisy keys, wide": Spec((257,), rows=9, kv_heads=2, group=2, key_noise=0.03, key_bias=True, softcap=20.0),
+    "noisy keys, wide": Spec((257,), rows=9, kv_heads=2, group=2, key_noise=0.03, means=True, softcap=20.0),
     "noisy keys, 2 bits": Spec((130,), group=3, keys=key(64, 2), values=value(64, 2), key_noise=0.12, q_scale=3.0),
     "large logits": Spec((257,), rows=2, group=2, q_scale=20.0),
     "everything": Spec(
@@ -318,7 +316,7 @@ SPECS = {
         window=300,
         softcap=30.0,
         sink_logits=True,
-        key_bias=True,
+        means=True,
         mask="per head",
     ),
 }  # fmt: skip

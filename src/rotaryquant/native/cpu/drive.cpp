@@ -200,4 +200,58 @@ void run_attention(const AttentionArgs& args, int threads) {
   }
 }
 
+namespace {
+
+constexpr size_t kKeptFloats = size_t{1} << 17;
+
+// Rotates query or output rows of every batch row and KV head, whose query heads lie one after the other.
+void rotate_heads(const AttentionArgs& args, const Rotation& rotation, const float* x, float* out, bool inverse,
+                  int threads) {
+  const int64_t rows = args.heads / args.kv_heads * args.rows;
+  RotateArgs rotate = {rotation, {}, out, args.batch, rows, inverse};
+  rotate.x.data = x;
+  rotate.x.row_stride = rotation.width;
+  rotate.x.head_stride = rows * rotation.width;
+  rotate.x.batch_stride = args.kv_heads * rows * rotation.width;
+  run_rotate(rotate, threads);
+}
+
+// q · mean of every query row.
+void multiply_means(const AttentionArgs& args, const float* means, float* bias) {
+  const int64_t width = args.keys.codec.width, rows = args.heads / args.kv_heads * args.rows;
+  for (int64_t i = 0; i < args.batch * args.kv_heads * rows; i++) {
+    const float *q = args.q + i * width, *mean = means + i / rows * width;
+    float sums[16] = {};
+    for (int64_t j = 0; j < width; j += 8) {
+      for (int64_t l = 0; l < 8; l++) sums[l] += q[j + l] * mean[j + l];
+    }
+    bias[i] = ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
+  }
+}
+
+}  // namespace
+
+void run_attend(const AttendArgs& attend, int threads) {
+  AttentionArgs args = attend.codes;
+  const int64_t rows = args.batch * args.heads * args.rows;
+  const int64_t key_values = rows * args.keys.codec.width, values = rows * args.values.codec.width;
+  const size_t needed = static_cast<size_t>(key_values + rows + 2 * values);
+  thread_local std::vector<float> kept;  // for the few rows of a decode step; a prompt's are given back
+  std::vector<float> own;
+  std::vector<float>& memory = needed <= kKeptFloats ? kept : own;
+  if (memory.size() < needed) memory.resize(needed);
+  float *q_rotated = memory.data(), *bias = q_rotated + key_values, *out = bias + rows, *dense_out = out + values;
+  if (args.packed) rotate_heads(args, attend.key_rotation, args.q, q_rotated, false, threads);
+  args.q_rotated = q_rotated;
+  if (attend.means) {
+    multiply_means(args, attend.means, bias);
+    args.key_bias = bias;
+  }
+  args.out = args.packed && attend.inverse ? out : attend.out;
+  args.dense_out = attend.dense ? dense_out : nullptr;
+  run_attention(args, threads);
+  if (args.packed && attend.inverse) rotate_heads(args, attend.value_rotation, out, attend.out, true, threads);
+  for (int64_t i = 0; attend.dense && i < values; i++) attend.out[i] += dense_out[i];
+}
+
 }  // namespace rq

@@ -14,6 +14,10 @@ void run_repack(const RepackArgs& args, int64_t blocks, int threads);
 // batch * heads + head of the first row that was not finite (inputs before scales within a batch row), or -1.
 int64_t run_append(const AppendArgs& args, const std::vector<AppendUnit>& units, int threads);
 
+// On codes: rotated queries in, rotated outputs out.
 void run_attention(const AttentionArgs& args, int threads);
+
+// The whole of it: queries rotated, means added, outputs rotated back.
+void run_attend(const AttendArgs& args, int threads);
 
 }  // namespace rq

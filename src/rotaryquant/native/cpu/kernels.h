@@ -123,6 +123,17 @@ struct AttentionArgs {
   float *out, *dense_out;  // [batch, heads, rows, value width]; dense_out null: none
 };
 
+// Attention from queries to outputs in the original space. `codes` has everything but q_rotated, key_bias, out and
+// dense_out, which are made on the way.
+struct AttendArgs {
+  AttentionArgs codes;
+  bool dense;  // whether there are exact rows
+  Rotation key_rotation, value_rotation;
+  const float* means;  // [batch, kv_heads, key width], taken off the keys; null: none
+  bool inverse;        // rotate the packed part of the output back
+  float* out;          // [batch, heads, rows, value width]
+};
+
 // One tile of query rows of one batch row and KV head, over one share of its keys. Query row t of a KV head is
 // row t / group of head t % group, so that a tile spans few positions.
 struct AttentionUnit {
@@ -159,6 +170,9 @@ namespace v3 {
 const Kernels& kernels();
 }
 namespace v4 {
+const Kernels& kernels();
+}
+namespace dotprod {
 const Kernels& kernels();
 }
 

@@ -159,27 +159,32 @@ void set_mask(AttentionArgs& args, const Array& mask) {
   args.mask_column = mask.strides[3];
 }
 
-void py_attention(const Array& q, const Array& q_rotated, const Slabs& keys, const Slabs& values, int64_t kv_heads,
-                  const Array& block_table, const Array& packed_lens, const Array& seq_lens, int64_t num_sinks,
+void py_attention(const Array& q, const Slabs& keys, const Slabs& values, const Rotations& key_rotation,
+                  const Rotations& value_rotation, const Array& block_table, const Array& packed_lens,
+                  const Array& seq_lens, int64_t num_sinks, const OptionalArray& means,
                   const OptionalArray& dense_keys, const OptionalArray& dense_values,
                   const OptionalArray& dense_positions, double scale, bool causal, int64_t window, double softcap,
-                  double noise_query, double noise_score,
-                  const OptionalArray& sink_logits, const OptionalArray& key_bias, const OptionalArray& mask,
-                  const Array& out, const OptionalArray& dense_out, int threads) {
-  AttentionArgs args = {};
+                  double noise_query, double noise_score, const OptionalArray& sink_logits, const OptionalArray& mask,
+                  bool inverse, const Array& out, int threads) {
+  AttendArgs attend = {};
+  AttentionArgs& args = attend.codes;
+  attend.key_rotation = key_rotation.tables();
+  attend.value_rotation = value_rotation.tables();
+  attend.inverse = inverse;
   require(q.shape.size() == 4, "q must be [batch, heads, rows, width]");
   args.batch = q.shape[0];
   args.heads = q.shape[1];
   args.rows = q.shape[2];
-  args.kv_heads = kv_heads;
+  const int64_t kv_heads = args.kv_heads = attend.key_rotation.heads;
+  require(attend.value_rotation.heads == kv_heads, "the rotations differ in num_kv_heads");
+  require(attend.key_rotation.width == keys.layout.codec.width && attend.value_rotation.width == values.layout.codec.width,
+          "a rotation and its stream differ in width");
   require(kv_heads >= 1 && args.heads % kv_heads == 0, "num_heads is not a multiple of num_kv_heads");
   args.keys = keys.stream();
   args.values = values.stream();
   const std::vector<int64_t> q_shape = {args.batch, args.heads, args.rows, args.keys.codec.width};
   const std::vector<int64_t> out_shape = {args.batch, args.heads, args.rows, args.values.codec.width};
   args.q = q.of_type("q", Dtype::f32).of_shape("q", q_shape).contiguous("q").at<const float>();
-  args.q_rotated = q_rotated.of_type("q_rotated", Dtype::f32).of_shape("q_rotated", q_shape)
-                       .contiguous("q_rotated").at<const float>();
   require(block_table.shape.size() == 2, "block_table must be [batch, max_blocks]");
   args.max_blocks = block_table.shape[1];
   args.block_table = integers("block_table", block_table, {args.batch, args.max_blocks});
@@ -190,7 +195,8 @@ void py_attention(const Array& q, const Array& q_rotated, const Slabs& keys, con
   check_blocks(args, keys, values);
   require(num_sinks >= 0, "num_sinks is negative");
   args.num_sinks = num_sinks;
-  if (dense_keys && dense_values && dense_positions) set_dense(args, *dense_keys, *dense_values, *dense_positions);
+  attend.dense = dense_keys && dense_values && dense_positions;
+  if (attend.dense) set_dense(args, *dense_keys, *dense_values, *dense_positions);
   args.scale = static_cast<float>(scale);
   args.softcap = static_cast<float>(softcap);
   args.noise_query = static_cast<float>(noise_query);
@@ -201,17 +207,13 @@ void py_attention(const Array& q, const Array& q_rotated, const Slabs& keys, con
     args.sink_logits = sink_logits->of_type("sink_logits", Dtype::f32).of_shape("sink_logits", {args.heads})
                            .contiguous("sink_logits").at<const float>();
   }
-  if (key_bias) {
-    args.key_bias = key_bias->of_type("key_bias", Dtype::f32).of_shape("key_bias", {args.batch, args.heads, args.rows})
-                        .contiguous("key_bias").at<const float>();
+  if (means) {
+    attend.means = means->of_type("means", Dtype::f32).of_shape("means", {args.batch, kv_heads, args.keys.codec.width})
+                       .contiguous("means").at<const float>();
   }
   if (mask) set_mask(args, *mask);
-  args.out = out.of_type("out", Dtype::f32).of_shape("out", out_shape).contiguous("out").at<float>();
-  if (dense_out) {
-    args.dense_out = dense_out->of_type("dense_out", Dtype::f32).of_shape("dense_out", out_shape)
-                         .contiguous("dense_out").at<float>();
-  }
-  run_attention(args, threads);
+  attend.out = out.of_type("out", Dtype::f32).of_shape("out", out_shape).contiguous("out").at<float>();
+  run_attend(attend, threads);
 }
 
 std::vector<std::string> py_available() {
@@ -248,10 +250,11 @@ NB_MODULE(_native, m) {
         Release());
   m.def("append", &py_append, "x"_a, "rotation"_a, "stream"_a, "block_table"_a, "src_begin"_a, "counts"_a,
         "dst_begin"_a, "mean"_a.none(), "threads"_a, Release());
-  m.def("attention", &py_attention, "q"_a, "q_rotated"_a, "keys"_a, "values"_a, "kv_heads"_a, "block_table"_a,
-        "packed_lens"_a, "seq_lens"_a, "num_sinks"_a, "dense_keys"_a.none(), "dense_values"_a.none(),
-        "dense_positions"_a.none(), "scale"_a, "causal"_a, "window"_a, "softcap"_a, "noise_query"_a, "noise_score"_a, "sink_logits"_a.none(),
-        "key_bias"_a.none(), "mask"_a.none(), "out"_a, "dense_out"_a.none(), "threads"_a, Release());
+  m.def("attention", &py_attention, "q"_a, "keys"_a, "values"_a, "key_rotation"_a, "value_rotation"_a,
+        "block_table"_a, "packed_lens"_a, "seq_lens"_a, "num_sinks"_a, "means"_a.none(), "dense_keys"_a.none(),
+        "dense_values"_a.none(), "dense_positions"_a.none(), "scale"_a, "causal"_a, "window"_a, "softcap"_a,
+        "noise_query"_a, "noise_score"_a, "sink_logits"_a.none(), "mask"_a.none(), "inverse"_a, "out"_a, "threads"_a,
+        Release());
   m.def("instruction_sets", &py_available, "Instruction sets of this build that this processor has, best first.");
   m.def("use_instruction_set", &py_use, "name"_a, "Switch all kernels to one of `instruction_sets`.");
 }

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from rotaryquant.ops.pack import reference as pack
 from rotaryquant.ops.quantize import reference as quantize
+from rotaryquant.ops.rotate import reference as rotate
 from rotaryquant.ops.streams import BLOCK, CacheView, PackedStream, block_rows
 
 
-def unsupported(q: Tensor, q_rotated: Tensor, view: CacheView, **options: object) -> str | None:
+def unsupported(q: Tensor, view: CacheView, **options: object) -> str | None:
     """Takes every call."""
     return None
 
@@ -57,7 +58,6 @@ def _visible(query_positions: Tensor, key_positions: Tensor, causal: bool, windo
 
 def run(
     q: Tensor,
-    q_rotated: Tensor,
     view: CacheView,
     *,
     scale: float,
@@ -65,17 +65,20 @@ def run(
     window: int,
     softcap: float,
     sink_logits: Tensor | None,
-    key_bias: Tensor | None,
     mask: Tensor | None,
     key_noise: float,
+    inverse: bool,
     q_dtype: torch.dtype | None,
     p_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """Every batch row on its own; see the op's docstring for shapes."""
-    batch, num_heads, rows, _ = q.shape
-    value_width = view.values.codec.width
-    out = q.new_zeros(batch, num_heads, rows, value_width, dtype=torch.float32)
-    dense_out = torch.zeros_like(out) if view.dense_keys is not None else None
+    q = q.float()
+    batch, num_heads, rows, width = q.shape
+    kv_heads = view.key_rotation.num_kv_heads
+    repeat = num_heads // kv_heads
+    q_rotated = rotate.run(q.reshape(batch, kv_heads, -1, width), view.key_rotation, False).view_as(q)
+    out = q.new_zeros(batch, num_heads, rows, view.values.codec.width)
+    dense_out = torch.zeros_like(out)
     for b in range(batch):
         packed_len, seq_len = int(view.packed_lens[b]), int(view.seq_lens[b])
         blocks = view.block_table[b].tolist()
@@ -83,23 +86,23 @@ def run(
         positions, logits, values = [], [], []
         if packed_len > 0:
             keys = packed_rows(view.keys, blocks, packed_len)
-            repeat = num_heads // keys.shape[0]
-            dots = _round(q_rotated[b].float(), q_dtype) @ keys.repeat_interleave(repeat, 0).transpose(-1, -2)
+            dots = _round(q_rotated[b], q_dtype) @ keys.repeat_interleave(repeat, 0).transpose(-1, -2)
             if key_noise > 0:
                 sizes = row_sizes(view.keys, blocks, packed_len).repeat_interleave(repeat, 0)[:, None, :]
-                energy = q_rotated[b].float().square().sum(-1, keepdim=True) * sizes
-                variance = (energy - dots.square()).clamp_min(0) * key_noise / view.keys.codec.width
+                energy = q_rotated[b].square().sum(-1, keepdim=True) * sizes
+                variance = (energy - dots.square()).clamp_min(0) * key_noise / width
                 dots = dots - 0.5 * scale * variance  # the common factor `scale` is applied below
-            logits.append(dots if key_bias is None else dots + key_bias[b, :, :, None])
+            if view.means is not None:
+                dots = dots + q[b] @ view.means[b].float().repeat_interleave(repeat, 0)[:, :, None]
+            logits.append(dots)
             values.append(packed_rows(view.values, blocks, packed_len).repeat_interleave(repeat, 0))
             packed_positions = torch.arange(packed_len, device=q.device)
             positions.append(torch.where(packed_positions < view.num_sinks, -1, packed_positions))
         if view.dense_keys is not None and view.dense_values is not None and view.dense_positions is not None:
             places = view.dense_positions[b].to(q.device)  # bookkeeping stays on the CPU
             used = places >= 0  # unused slots may hold anything, NaN included
-            repeat = num_heads // view.dense_keys.shape[1]
             keys = view.dense_keys[b][:, used].float().repeat_interleave(repeat, 0)
-            logits.append(q[b].float() @ keys.transpose(-1, -2))
+            logits.append(q[b] @ keys.transpose(-1, -2))
             values.append(view.dense_values[b][:, used].float().repeat_interleave(repeat, 0))
             positions.append(places[used].long())
         if not logits:
@@ -113,18 +116,25 @@ def run(
         seen = _visible(query_positions, key_positions, causal, window).expand(num_heads, -1, -1)
         if mask is not None:
             seen = seen & mask[b][..., key_positions.clamp_min(0)]
-        scores = scores.masked_fill(~seen, -math.inf)
-        top = scores.amax(-1, keepdim=True)
-        if sink_logits is not None:
-            top = torch.maximum(top, sink_logits.float()[:, None, None])
-        weights = torch.exp(scores - torch.where(top == -math.inf, 0.0, top)).masked_fill(~seen, 0.0)
-        total = weights.sum(-1, keepdim=True)
-        if sink_logits is not None:
-            total = total + torch.exp(sink_logits.float()[:, None, None] - top)
-        weights = torch.where(seen.any(-1, keepdim=True), weights / total, 0.0)
-        split = packed_len if packed_len > 0 else 0
-        if split:
-            out[b] = _round(weights[..., :split], p_dtype) @ values[0]
-        if dense_out is not None:
-            dense_out[b] = weights[..., split:] @ values[-1]
-    return out, dense_out
+        weights = _softmax(scores, seen, sink_logits)
+        if packed_len > 0:
+            out[b] = _round(weights[..., :packed_len], p_dtype) @ values[0]
+        if view.dense_keys is not None:
+            dense_out[b] = weights[..., packed_len:] @ values[-1]
+    if inverse:
+        grouped = out.view(batch, kv_heads, -1, out.shape[-1])
+        out = rotate.run(grouped, view.value_rotation, True).view_as(out)
+    return out + dense_out
+
+
+def _softmax(scores: Tensor, seen: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """Weights of the keys that are seen; a learned sink shares the denominator. Zeros where nothing is seen."""
+    scores = scores.masked_fill(~seen, -math.inf)
+    top = scores.amax(-1, keepdim=True)
+    if sink_logits is not None:
+        top = torch.maximum(top, sink_logits.float()[:, None, None])
+    weights = torch.exp(scores - torch.where(top == -math.inf, 0.0, top)).masked_fill(~seen, 0.0)
+    total = weights.sum(-1, keepdim=True)
+    if sink_logits is not None:
+        total = total + torch.exp(sink_logits.float()[:, None, None] - top)
+    return torch.where(seen.any(-1, keepdim=True), weights / total, 0.0)
