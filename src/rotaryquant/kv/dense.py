@@ -159,7 +159,9 @@ class DenseRows:
 
     def everything(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Keys, values and positions of all slots in use (views), or Nones where nothing is exact."""
-        if self.keys is None or self.values is None or int(self.positions.numpy().max(initial=-1)) < 0:
+        if self.keys is None or self.values is None:
+            return None, None, None
+        if self.count == 0 and int(self.positions.numpy().max(initial=-1)) < 0:
             return None, None, None
         used = self.num_sinks + self.count
         return self.keys.narrow(2, 0, used), self.values.narrow(2, 0, used), self.positions.narrow(1, 0, used)

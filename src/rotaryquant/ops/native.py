@@ -138,17 +138,19 @@ def stream(item: PackedStream) -> Any:
     return _described(item)[2]
 
 
-#: Slab addresses, the reason against native code, and else the native description of streams in use.
-_streams: "weakref.WeakKeyDictionary[PackedStream, tuple[list[int], str | None, Any]]" = weakref.WeakKeyDictionary()
+#: Slab addresses, the reason against native code, and else the native description of living streams, by their id.
+_streams: dict[int, tuple[list[int], str | None, Any]] = {}
 
 
 def _described(item: PackedStream) -> tuple[list[int], str | None, Any]:
     """What is known of a stream; found anew when a slab was added or moved."""
     addresses = [slab.data_ptr() for slab in item.codes] + [slab.data_ptr() for slab in item.scales]
-    known = _streams.get(item)
+    known = _streams.get(id(item))
+    if known is None:
+        weakref.finalize(item, _streams.pop, id(item), None)
     if known is None or known[0] != addresses:
         reason = _stream_reason(item)
-        known = _streams[item] = (addresses, reason, _describe(item) if reason is None else None)
+        known = _streams[id(item)] = (addresses, reason, _describe(item) if reason is None else None)
     return known
 
 
