@@ -9,6 +9,11 @@ def kernel_override() -> str | None:
     return os.environ.get("RQ_KERNEL") or None
 
 
+def cpu_isa() -> str | None:
+    """Instruction set forced for the native CPU kernels (`RQ_CPU_ISA`), or None for the best of this processor."""
+    return os.environ.get("RQ_CPU_ISA") or None
+
+
 def cache_dir() -> Path:
     """Folder for converted models (`RQ_CACHE`, else `XDG_CACHE_HOME`/rotaryquant, else ~/.cache/rotaryquant)."""
     if own := os.environ.get("RQ_CACHE"):

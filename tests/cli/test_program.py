@@ -40,7 +40,7 @@ def test_every_command_explains_itself(run: Run, command: str) -> None:
     assert out.startswith(f"usage: rotaryquant {command}")
 
 
-@pytest.mark.parametrize("command", [name for name in cli.COMMANDS if name != "eval"])
+@pytest.mark.parametrize("command", [name for name in cli.COMMANDS if name not in ("eval", "bench")])
 def test_every_command_takes_json(run: Run, command: str) -> None:
     assert "--json" in run(command, "--help")[1]
 
@@ -74,6 +74,7 @@ def test_every_command_takes_json(run: Run, command: str) -> None:
         (["inspect"], 2, ["MODEL"]),
         (["inspect", "/nowhere"], 1, ["/nowhere"]),
         (["eval", "nothing"], 2, ["nothing", "fidelity"]),
+        (["bench", "nothing"], 2, ["nothing", "attention"]),
     ],
 )
 def test_bad_usage_is_one_line(run: Run, words: list[str], status: int, parts: list[str]) -> None:

@@ -153,7 +153,7 @@ def test_repeated_rows_share_their_past_and_part_ways(model: PreTrainedModel) ->
             with single.prefill():
                 model(ids[row // 3 : row // 3 + 1], cache=single)
             want = teacher_forced(model, sequences[row : row + 1], mask[:1], single, [1] * 12, start=200)
-            assert relative_error(got[row : row + 1], want) < 1e-4
+            assert relative_error(got[row : row + 1], want) < 1e-3  # an ulp may move a rounded query by a step
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_sampled_sequences_part_ways_after_a_shared_prompt(model: PreTrainedMode
             with cache.prefill():
                 first = teacher_forced(model, sequence, mask, cache, [150])
             rest = teacher_forced(model, sequence, mask, cache, [1] * 19, start=150)
-            assert relative_error(said[row : row + 1], torch.cat([first[:, -1:], rest], 1)) < 1e-4
+            assert relative_error(said[row : row + 1], torch.cat([first[:, -1:], rest], 1)) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_crop_then_other_tokens_equals_a_fresh_run(model: PreTrainedModel, kv: K
         want = teacher_forced(model, sequence, mask, fresh, [1] * rest, start=max(kept, 1))
         if kept == 0:
             want = torch.cat([head, want], 1)
-    assert relative_error(got, want) < 1e-4
+    assert relative_error(got, want) < 1e-3
 
 
 def test_crop_refuses_a_positive_count(model: PreTrainedModel) -> None:

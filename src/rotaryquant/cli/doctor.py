@@ -103,11 +103,15 @@ def _transformers() -> Finding:
 def _native() -> Finding:
     if _installed("torch") is None:
         return Finding("native kernels", "fail", "need torch", "see torch")
+    from rotaryquant.errors import ConfigError
     from rotaryquant.ops import native
 
-    if reason := native.missing():
-        return Finding("native kernels", "warn", f"slow reference kernels run instead: {reason}")
-    return Finding("native kernels", "ok", "ready")
+    try:
+        if reason := native.missing():
+            return Finding("native kernels", "warn", f"slow reference kernels run instead: {reason}")
+    except ConfigError as error:  # of RQ_CPU_ISA
+        return Finding("native kernels", "fail", str(error))
+    return Finding("native kernels", "ok", f"ready, instruction set {native.instruction_set()}")
 
 
 def _cores() -> int:

@@ -10,7 +10,7 @@ from rotaryquant.cli.screen import note, print_json, print_table
 from rotaryquant.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rotaryquant.evals.report import Outcome
+    from rotaryquant.measuring import Outcome
 
 #: Measurement (a module of `rotaryquant.evals`) → line for the help.
 EVALS = {

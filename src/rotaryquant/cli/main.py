@@ -17,6 +17,7 @@ COMMANDS = {
     "kernels": ("kernels", "which kernels can run here, and why others cannot"),
     "doctor": ("doctor", "check this installation and say how to mend it"),
     "eval": ("evaluate", "measure what a packed KV cache costs"),
+    "bench": ("bench", "measure how fast it is, against named peers"),
 }
 
 _EXTRA = {"transformers", "huggingface_hub", "gguf", "jinja2", "tokenizers"}

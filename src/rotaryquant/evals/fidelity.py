@@ -18,7 +18,6 @@ from torch import Tensor
 from rotaryquant.config import KVCacheConfig, parse_kv
 from rotaryquant.counters import Counters
 from rotaryquant.errors import ConfigError
-from rotaryquant.evals.report import Outcome, model_name, provenance
 from rotaryquant.evals.statistics import ratio_interval
 from rotaryquant.evals.teacher_forcing import Chunk, packed_chunks, reference_logits, stock_chunks
 from rotaryquant.integrations.transformers.checkpoints import Loaded
@@ -26,6 +25,7 @@ from rotaryquant.integrations.transformers.enable import enabled
 from rotaryquant.integrations.transformers.report import layer_bits
 from rotaryquant.integrations.transformers.tokens import bos_policy, encode_text
 from rotaryquant.kv import accounting
+from rotaryquant.measuring import Outcome, model_name, provenance
 
 #: A reference perplexity outside this range means that text, tokenizer or BOS do not fit the model (case C63).
 PLAUSIBLE_PERPLEXITY = (1.05, 500.0)

@@ -20,12 +20,12 @@ from transformers.cache_utils import Cache
 
 from rotaryquant.config import KVCacheConfig, parse_kv
 from rotaryquant.errors import ConfigError, RotaryQuantError
-from rotaryquant.evals.report import Outcome, model_name, provenance
 from rotaryquant.evals.teacher_forcing import PathError
 from rotaryquant.integrations.transformers.cache import PackedCache
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.enable import enabled
 from rotaryquant.integrations.transformers.tokens import chat_prompt, encode_text
+from rotaryquant.measuring import Outcome, model_name, provenance
 
 _COLORS = ("amber", "azure", "coral", "crimson", "emerald", "golden", "indigo", "ivory", "jade", "lilac")
 _ANIMALS = ("badger", "condor", "falcon", "gecko", "heron", "ibis", "jackal", "kestrel", "lynx", "marten")

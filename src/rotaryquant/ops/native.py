@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rotaryquant import env
+from rotaryquant.errors import ConfigError
 from rotaryquant.formats.rotation import hadamard_factors, paley_base
 from rotaryquant.ops.rotate import Rotation
 from rotaryquant.ops.streams import Codec, PackedStream
@@ -39,14 +41,22 @@ _KEPT = 512
 
 @cache
 def _load() -> tuple[ModuleType | None, str | None]:
-    """The native module, or the reason it cannot be imported."""
+    """The native module, or the reason it cannot be imported. Raises ConfigError where RQ_CPU_ISA names nothing."""
     try:
-        return importlib.import_module("rotaryquant._native"), None
+        loaded = importlib.import_module("rotaryquant._native")
     except ImportError as error:
         return None, (
             f"rotaryquant._native cannot be imported ({error}); reinstall the package on a machine "
             f"with a C++17 compiler (GCC or Clang): pip install --force-reinstall --no-deps rotaryquant"
         )
+    wanted, available = env.cpu_isa(), loaded.instruction_sets()
+    if wanted is not None and wanted not in available:
+        raise ConfigError(
+            f"RQ_CPU_ISA={wanted!r} is not among the instruction sets that this build and this processor have: "
+            f"{', '.join(available)}; name one of them, or unset it for the first"
+        )
+    loaded.use_instruction_set(wanted or available[0])
+    return loaded, None
 
 
 def missing() -> str | None:
@@ -60,6 +70,16 @@ def module() -> Any:
     if loaded is None:
         raise ImportError(reason)
     return loaded
+
+
+def instruction_sets() -> list[str]:
+    """Instruction sets that this build and this processor have, best first; empty without the native module."""
+    return list(module().instruction_sets()) if missing() is None else []
+
+
+def instruction_set() -> str | None:
+    """The instruction set in use, or None without the native module."""
+    return str(module().instruction_set()) if missing() is None else None
 
 
 def not_on_cpu(**tensors: Tensor | None) -> str | None:

@@ -160,6 +160,10 @@ struct Kernels {
   void (*repack)(const RepackArgs&, int64_t first, int64_t count);
   Met (*append)(const AppendArgs&, const AppendUnit&, char* scratch);
   void (*attention)(const AttentionArgs&, const AttentionUnit&, const AttentionPart&, char* scratch);
+  // Roofs, for benchmarks: read a multiple of 512 bytes once; multiply all of them in each round, several times over,
+  // and count the multiply-adds. What they return depends on every byte, so that none can be left out.
+  int64_t (*roof_stream)(const uint8_t* data, int64_t bytes);
+  int64_t (*roof_dot)(const uint8_t* data, int64_t bytes, int64_t rounds, int64_t* products);
 };
 
 // The kernels compiled for each instruction set; only those this build has are defined.

@@ -5,9 +5,11 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "arrays.h"
 #include "drive.h"
+#include "pool.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -216,6 +218,35 @@ void py_attention(const Array& q, const Slabs& keys, const Slabs& values, const 
   run_attend(attend, threads);
 }
 
+constexpr int64_t kRoofStep = 512;       // bytes that every instruction set reads in whole steps
+constexpr int64_t kRoofChunk = 1 << 16;  // bytes that a thread takes at a time
+
+// Does once what a roof is the rate of, for Python to time. Returns the bytes read, or the multiply-adds done.
+int64_t py_roof(const std::string& kind, const Array& data, int64_t rounds, int threads) {
+  require(data.shape.size() == 1 && data.shape[0] > 0 && data.shape[0] % kRoofStep == 0,
+          "data must be [bytes], a multiple of 512 of them");
+  require(rounds >= 1 && rounds <= INT32_MAX && threads >= 1, "rounds and threads must be at least 1");
+  const int64_t bytes = data.of_type("data", Dtype::u8).contiguous("data").shape[0];
+  const uint8_t* from = data.at<const uint8_t>();
+  const Kernels& kernel = kernels();
+  if (kind == "stream") {
+    for (int64_t round = 0; round < rounds; round++) {
+      parallel_for((bytes + kRoofChunk - 1) / kRoofChunk, threads, [&](int64_t i) {
+        kernel.roof_stream(from + i * kRoofChunk, std::min(kRoofChunk, bytes - i * kRoofChunk));
+      });
+    }
+    return rounds * bytes;
+  }
+  if (kind != "dot") refuse("kind=" + kind + " is unknown; valid: stream, dot");
+  std::atomic<int64_t> done{0};
+  parallel_for(threads, threads, [&](int64_t) {
+    int64_t products = 0;
+    kernel.roof_dot(from, bytes, (rounds + threads - 1) / threads, &products);
+    done += products;
+  });
+  return done;
+}
+
 std::vector<std::string> py_available() {
   std::vector<std::string> names;
   for (const char* const* name = available(); *name; name++) names.emplace_back(*name);
@@ -255,7 +286,9 @@ NB_MODULE(_native, m) {
         "dense_values"_a.none(), "dense_positions"_a.none(), "scale"_a, "causal"_a, "window"_a, "softcap"_a,
         "noise_query"_a, "noise_score"_a, "sink_logits"_a.none(), "mask"_a.none(), "inverse"_a, "out"_a, "threads"_a,
         Release());
+  m.def("roof", &py_roof, "kind"_a, "data"_a, "rounds"_a, "threads"_a, Release());
   m.def("instruction_sets", &py_available, "Instruction sets of this build that this processor has, best first.");
+  m.def("instruction_set", [] { return std::string(kernels().name); }, "The instruction set in use.");
   m.def("use_instruction_set", &py_use, "name"_a, "Switch all kernels to one of `instruction_sets`.");
 }
 

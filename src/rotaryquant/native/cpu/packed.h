@@ -178,7 +178,7 @@ RQ_INLINE void packed_softmax(const Tile& t, PackedKeys& s, const float* scales,
     for (int64_t k = s.begin; k < s.first; k++) row[k] = -kInfinity;
     for (int64_t k = s.last; k < s.end; k++) row[k] = -kInfinity;
   }
-  if (masked) hide(t, s.positions, s.end, true);
+  if (masked) hide(t, s.positions, s.last, true);
   for (int64_t r = 0; r < t.count; r++) {
     float* row = t.scores + r * kBlock;
     vf most = splat(-kInfinity);

@@ -1,6 +1,9 @@
 #include "pool.h"
 
 #include <pthread.h>
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 #include <atomic>
 #include <condition_variable>
@@ -131,6 +134,9 @@ char* thread_scratch(int64_t bytes) {
     if (!scratch.data) throw std::bad_alloc();
     scratch.size = static_cast<int64_t>(size);
   }
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_UNPOISON_MEMORY_REGION(scratch.data, static_cast<size_t>(scratch.size));  // red zones of the last use (tile.h)
+#endif
   return scratch.data;
 }
 

@@ -2,11 +2,27 @@
 #include <atomic>
 #include <cstring>
 
+#if defined(RQ_ARM_DOTPROD) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 #include "kernels.h"
 
 namespace rq {
 
 namespace {
+
+#if defined(RQ_ARM_DOTPROD)
+bool has_dotprod() {
+#if defined(__APPLE__)
+  return true;  // since the first of these processors
+#elif defined(__linux__)
+  return getauxval(AT_HWCAP) & (1ul << 20);  // HWCAP_ASIMDDP, which older headers lack
+#else
+  return false;  // not known how to ask
+#endif
+}
+#endif
 
 // What this processor can run, best first. The checks name exactly what CMakeLists.txt compiles with.
 struct Choices {
@@ -23,6 +39,8 @@ struct Choices {
                         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
     if (has_v4) kernels[count++] = &v4::kernels();
     if (has_v3) kernels[count++] = &v3::kernels();
+#elif defined(RQ_ARM_DOTPROD)
+    if (has_dotprod()) kernels[count++] = &dotprod::kernels();
 #endif
     kernels[count++] = &base::kernels();
     for (int i = 0; i < count; i++) names[i] = kernels[i]->name;

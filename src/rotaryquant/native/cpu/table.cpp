@@ -8,8 +8,8 @@ namespace rq {
 namespace RQ_ISA {
 
 const Kernels& kernels() {
-  static const Kernels table = {RQ_TEXT(RQ_ISA), row_scratch, attention_scratch, rotate, quantize,
-                                repack,          append,      attention};
+  static const Kernels table = {RQ_TEXT(RQ_ISA), row_scratch, attention_scratch, rotate,   quantize,
+                                repack,          append,      attention,         roof_stream, roof_dot};
   return table;
 }
 

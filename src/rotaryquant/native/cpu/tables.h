@@ -13,6 +13,8 @@ void quantize(const QuantizeArgs& args, int64_t first, int64_t count, char* scra
 void repack(const RepackArgs& args, int64_t first, int64_t count);
 Met append(const AppendArgs& args, const AppendUnit& unit, char* scratch);
 void attention(const AttentionArgs& args, const AttentionUnit& unit, const AttentionPart& part, char* scratch);
+int64_t roof_stream(const uint8_t* data, int64_t bytes);
+int64_t roof_dot(const uint8_t* data, int64_t bytes, int64_t rounds, int64_t* products);
 
 }  // namespace RQ_ISA
 }  // namespace rq

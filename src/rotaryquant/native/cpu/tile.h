@@ -1,6 +1,10 @@
 // What attention of one tile of query rows works with. Softmax runs in base 2: logits are in units of ln 2.
 #pragma once
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 #include "packed_products.h"
 #include "products.h"
 #include "reading.h"
@@ -12,6 +16,11 @@ constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 constexpr int64_t kDenseStep = 32;   // exact keys read at a time: they stay in the first-level cache
 constexpr int64_t kValueChunks = 4;  // chunks of values whose levels are held at a time
 constexpr int64_t kStrips = kBlock / kStrip;
+#if defined(__SANITIZE_ADDRESS__)
+constexpr int64_t kRedZone = 64;  // bytes between buffers that nothing may touch
+#else
+constexpr int64_t kRedZone = 0;
+#endif
 
 // Sizes: `lanes` query rows (count rounded up); columns are widths rounded up to whole chunks.
 struct Tile {
@@ -49,7 +58,11 @@ struct Arena {
   template <typename T>
   T* take(int64_t count) {
     T* p = base ? (T*)(base + used) : nullptr;
-    used += round_up(count * (int64_t)sizeof(T), 64);
+    const int64_t size = count * (int64_t)sizeof(T), taken = round_up(size, 64) + kRedZone;
+#if defined(__SANITIZE_ADDRESS__)
+    if (base) ASAN_POISON_MEMORY_REGION(base + used + size, (size_t)(taken - size));
+#endif
+    used += taken;
     return p;
   }
 };

@@ -1,4 +1,4 @@
-"""What a measurement hands back: data for programs, a table for people, and where and when it was made."""
+"""What evaluations and benchmarks share: a text that is read, data and a table that are handed back, provenance."""
 
 import datetime
 import platform
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import rotaryquant
+from rotaryquant.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,34 @@ def model_name(model: str | None) -> str:
 
 
 def provenance() -> dict[str, Any]:
-    """Machine, date and versions that produced a number."""
+    """Machine, date and versions that produced a number; packages that are not installed are left out."""
     return {
         "machine": _processor(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {
             "rotaryquant": rotaryquant.__version__,
-            **{name: metadata.version(name) for name in ("torch", "transformers")},
+            **{name: version for name in ("torch", "transformers") if (version := installed(name)) is not None},
         },
     }
+
+
+def installed(package: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def read_text(path: Path) -> str:
+    """The whole file as one string. Raises ConfigError where it is absent, empty or not UTF-8."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {path}: cannot be read as UTF-8 text ({error})") from error
+    if not text.strip():
+        raise ConfigError(f"--text {path}: the file is empty")
+    return text
 
 
 def _processor() -> str:

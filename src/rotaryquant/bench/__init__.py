@@ -1,0 +1,1 @@
+"""Speed against named peers, measured in one run: one file a benchmark, each hands back data and a table."""

@@ -1,0 +1,47 @@
+"""What the tests of benchmarks share: short samples, a small roof buffer, a way to run the command."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rotaryquant.bench import roofs, timing
+from rotaryquant.cli import main as cli
+from support.tiny_llm import save_tiny
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setattr(roofs, "STREAM_BYTES", 1 << 16)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Status, stdout and stderr of one command."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        status = cli.main(words)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+@pytest.fixture
+def measure(run: Callable[..., tuple[int, str, str]]) -> Callable[..., dict[str, Any]]:
+    """The JSON object of a benchmark that must succeed."""
+
+    def call(*words: str) -> dict[str, Any]:
+        status, out, err = run("bench", *words, "--json")
+        assert status == 0, err
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("models") / "tiny"))
