@@ -105,7 +105,8 @@ class Call {
   Rotations rotation(const char* name) {
     Fields& f = *take(fields_, name, 'o').object;
     return Rotations(take(f, "width", 'i').integer, take(f, "heads", 'i').integer, take(f, "power", 'i').integer,
-                     take(f, "base", 'a').arrays[0], optional(f, "signs"), optional(f, "blocks"), optional(f, "matrix"));
+                     take(f, "base", 'a').arrays[0], optional(f, "signs"), optional(f, "blocks"),
+                     optional(f, "matrix"));
   }
 
   Codec codec(const char* name) { return codec(fields_, name); }

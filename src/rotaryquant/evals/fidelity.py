@@ -24,7 +24,7 @@ from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.enable import enabled
 from rotaryquant.integrations.transformers.report import layer_bits
 from rotaryquant.integrations.transformers.tokens import bos_policy, encode_text
-from rotaryquant.kv import accounting
+from rotaryquant.kv import accounting, heap
 from rotaryquant.measuring import Outcome, model_name, provenance
 
 #: A reference perplexity outside this range means that text, tokenizer or BOS do not fit the model (case C63).
@@ -45,15 +45,21 @@ class Scores:
     def add(self, chunks: Iterable[Chunk], reference: Tensor, ids: Tensor, first: int) -> None:
         """Score one window. reference: exact log-probabilities [positions, vocab] from position `first` on."""
         nll = 0.0
+        # Taken first: small tensors between the logits of chunks would keep the heap from using their room again.
+        divergence, agree = torch.empty(len(reference)), torch.empty(len(reference))
         for chunk in chunks:
-            exact = reference[chunk.begin - first : chunk.end - first]
+            part = slice(chunk.begin - first, chunk.end - first)
+            exact = reference[part]
             packed = chunk.logits.log_softmax(-1)
             targets = ids[chunk.begin + 1 : chunk.end + 1, None]
             nll -= float(packed.gather(1, targets).double().sum())
-            self.divergence.append((exact.exp() * (exact - packed)).sum(-1))
-            self.agree.append((exact.argmax(-1) == packed.argmax(-1)).float())
+            divergence[part] = (exact.exp() * (exact - packed)).sum(-1)
+            agree[part] = (exact.argmax(-1) == packed.argmax(-1)).float()
             self.reads.add(chunk.reads)
         self.nll.append(nll)
+        self.divergence.append(divergence)
+        self.agree.append(agree)
+        heap.give_back()
 
 
 def windows_of(loaded: Loaded, text: str, context: int, tokens: int) -> tuple[list[Tensor], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Free heap memory back to the system while a long prompt is read.
+"""Free heap memory back to the system while a long prompt is read, and between measurements.
 
 glibc keeps what activations have freed. Their sizes vary from chunk to chunk where experts are routed, so the kept
 memory grows with the prompt although nothing of it is in use; a bounded peak is what streaming prefill is for.
