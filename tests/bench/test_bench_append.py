@@ -67,6 +67,13 @@ def test_rows_and_their_peers(measure: Callable[..., dict[str, Any]]) -> None:
             assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
 
 
+def test_times_are_those_of_one_token(measure: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(append, "interleaved", lambda calls, rounds, clock: {name: [2.0] * rounds for name in calls})
+    rows = measure(*SMALL, "--rotations", "isoquant")["rows"]
+    assert [row["ours_us"] for row in rows] == pytest.approx([2e6 / 32, 2e6 / 2048])
+    assert [row["peer_us"] for row in rows] == pytest.approx([2e6 / 32, 2e6 / 2048])
+
+
 def test_the_dense_peer_is_timed_without_a_row_of_its_own(measure: Callable[..., dict[str, Any]]) -> None:
     rows = measure(*SMALL, "--rotations", "hadamard")["rows"]
     assert [row["rotation"] for row in rows] == ["hadamard"] * 2

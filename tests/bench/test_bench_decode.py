@@ -14,6 +14,7 @@ from rotaryquant.bench import decode, lineup, roofs, runs
 from rotaryquant.bench.runs import ModelRun, cache_bytes
 from rotaryquant.bench.timing import Clock
 from rotaryquant.config import parse_kv
+from rotaryquant.integrations.transformers.cache import PackedCache
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.ops import native
 from rotaryquant.ops.append_packed import cpu as append_cpu
@@ -57,6 +58,15 @@ def test_rows_carry_what_scripts_read(measure: Callable[..., dict[str, Any]], mo
         assert (row["packed_reads"] > 0) == (row["depth"] == 300)
         assert {peer["reason"] for peer in row["not_tried"]} == {"not asked for by --peers"}
         assert len(row["not_tried"]) == 2 * 3 + 3
+
+
+def test_times_are_those_of_one_token(
+    measure: Callable[..., dict[str, Any]], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRun, "window", lambda run, steps, clock: 3.0 if run.kv is None else 2.0)
+    row = measure("decode", model, "--depths", "1", *SHORT, "--against", "fp32", "--peers", "none")["rows"][0]
+    assert (row["ours_us"], row["peer_us"]) == (1e6, 1.5e6)  # windows of two steps
+    assert (row["tokens_per_s"], row["ratio"]) == (1.0, 1.5)
 
 
 def test_absent_peers_are_named_with_the_reason(
@@ -186,6 +196,14 @@ def test_bytes_of_every_kind_of_layer_are_counted(family: str) -> None:
         value.nbytes for layer in made.cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)
     )
     assert total >= stored
+
+
+def test_bytes_of_a_packed_cache_are_what_it_holds() -> None:
+    made = ModelRun(tiny(), parse_kv("iso3"))
+    assert made.nbytes is None
+    made.start(list(range(3, 300)))
+    assert isinstance(made.cache, PackedCache)
+    assert made.nbytes == made.cache.nbytes > 0
 
 
 def test_llama_steps_through_the_binding(

@@ -51,6 +51,13 @@ def test_rates_are_positive_for_each_number_of_threads() -> None:
     assert all(rate > 0 for one in found.values() for rate in (one.gbps, one.gmadds))
 
 
+def test_rates_are_amounts_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofs, "interleaved", lambda calls, rounds, clock: {name: [0.5] * rounds for name in calls})
+    found = roofs.measure_roofs([1])[1]
+    assert found.gbps == pytest.approx(2 * roofs.STREAM_BYTES / 1e9)
+    assert found.gmadds == pytest.approx(2 * roofs.dot_work(1).amount / 1e9)
+
+
 def test_a_machine_without_compiled_kernels_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofs, "missing", lambda: "no compiler")
     assert roofs.measure_roofs([1]) == {}
