@@ -88,6 +88,30 @@ def test_absent_peers_are_named_with_the_reason(
     assert row["ratio"] == pytest.approx(row["tokens_per_s"] / row["peer_tokens_per_s"])
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("import absent_dependency", "llama-cpp-python cannot be imported: No module named 'absent_dependency'"),
+        ("raise OSError('libggml.so: no such file')", "llama-cpp-python cannot be imported: libggml.so: no such file"),
+    ],
+)
+def test_a_peer_that_does_not_load_is_named_with_the_reason(
+    measure: Callable[..., dict[str, Any]],
+    model: str,
+    body: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "llama_cpp.py").write_text(body)
+    (tmp_path / "x.gguf").write_bytes(b"")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "llama_cpp", raising=False)
+    words = ("--depths", "1", *SHORT, "--peers", "llama.cpp", "--llama-gguf", str(tmp_path / "x.gguf"))
+    row = measure("decode", model, *words, "--against", "fp32")["rows"][0]
+    assert {peer["reason"] for peer in row["not_tried"] if peer["peer"].startswith("llama")} == {reason}
+
+
 def test_a_depth_beyond_the_model_is_skipped_with_the_reason(run: Run, model: str) -> None:
     words = ("--depths", "1,1019", "--against", "fp32", "--peers", "none", *SHORT)
     status, out, err = run("bench", "decode", model, *words)

@@ -1,6 +1,6 @@
 """One sequence being decoded greedily, whatever holds its keys and values: what `bench decode` lets take turns."""
 
-import importlib.util
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -157,10 +157,12 @@ def quantized_run(model: PreTrainedModel, backend: str) -> ModelRun | str:
 def missing_package(package: str, module: str) -> str | None:
     """Why a module of a package cannot be imported, or None."""
     try:
-        found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the module around it
-        found = False
-    return None if found else f"{package} is not installed"
+        importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:  # the latter two where a library does not load
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            return f"{package} is not installed"
+        return f"{package} cannot be imported: {' '.join(str(error).split())}"
+    return None
 
 
 def cache_bytes(cache: Cache) -> int:
