@@ -11,9 +11,10 @@ import torch
 from transformers import DynamicCache
 
 from rotaryquant.bench import decode, lineup, roofs, runs
-from rotaryquant.bench.runs import ModelRun, cache_bytes
+from rotaryquant.bench.runs import LlamaRun, ModelRun, cache_bytes
 from rotaryquant.bench.timing import Clock
 from rotaryquant.config import parse_kv
+from rotaryquant.errors import ConfigError
 from rotaryquant.integrations.transformers.cache import PackedCache
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.ops import native
@@ -276,6 +277,23 @@ def test_llama_steps_through_the_binding(
     other = {peer["peer"]: peer for peer in row["peers"]}
     assert not any(other[f"llama.cpp {kind}"]["same_model"] for kind in runs.LLAMA_TYPES)
     assert row["peer"] == "DynamicCache fp32"  # other weights are no peer of the headline
+
+
+def test_llama_reads_a_text_with_its_own_tokens() -> None:
+    """A tokenizer with a token for every 30 characters and one in front, which must not be given a whole book."""
+    seen: list[int] = []
+
+    class Llama:
+        def tokenize(self, text: bytes) -> list[int]:
+            seen.append(len(text))
+            return [1, *range(len(text) // 30)]
+
+    run = LlamaRun.__new__(LlamaRun)
+    run.llama = Llama()
+    assert lineup.host_ids(run, [9] * 10, "x" * 100_000) == [1, *range(9)]
+    assert seen == [160, 320]
+    with pytest.raises(ConfigError, match="3 tokens for llama.cpp, 10 are needed"):
+        lineup.host_ids(run, [9] * 10, "x" * 60)
 
 
 def test_roofs_are_measured_with_the_threads_of_the_run(

@@ -120,7 +120,11 @@ def host_ids(run: Run, ids: list[int], text: str | None) -> list[int]:
         return ids
     if text is None:
         return [token % run.llama.n_vocab() for token in ids]
-    own: list[int] = run.llama.tokenize(text.encode())
+    size = 16 * len(ids)  # characters: tokenizing a whole book takes minutes
+    own: list[int] = run.llama.tokenize(text[:size].encode())
+    while len(own) <= len(ids) and size < len(text):
+        size *= 2
+        own = run.llama.tokenize(text[:size].encode())
     if len(own) < len(ids):
         raise ConfigError(f"--text has {len(own):,} tokens for llama.cpp, {len(ids):,} are needed; use a longer text")
     return own[: len(ids)]
