@@ -292,7 +292,7 @@ def test_llama_reads_a_text_with_its_own_tokens() -> None:
     run.llama = Llama()
     assert lineup.host_ids(run, [9] * 10, "x" * 100_000) == [1, *range(9)]
     assert seen == [160, 320]
-    with pytest.raises(ConfigError, match="3 tokens for llama.cpp, 10 are needed"):
+    with pytest.raises(ConfigError, match=r"3 tokens for llama\.cpp, 10 are needed"):
         lineup.host_ids(run, [9] * 10, "x" * 60)
 
 
