@@ -1,12 +1,14 @@
 """One thread, fixed seeds, and an honest account of what a run did not try."""
 
 import os
+from collections.abc import Callable
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
 
+from rotaryquant.cli import main as cli
 from rotaryquant.ops import dispatch
 from support.assets import missing_asset
 
@@ -43,3 +45,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     )
     for line in [*absent, *(f"{name}: not called" for name in idle), *sorted(set(_untried_assets.values()))]:
         terminalreporter.write_line(f"  {line}")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Status, stdout and stderr of one command."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        status = cli.main(words)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from rotaryquant.bench import roofs, timing
-from rotaryquant.cli import main as cli
 from support.tiny_llm import save_tiny
 
 
@@ -15,18 +14,6 @@ from support.tiny_llm import save_tiny
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(roofs, "STREAM_BYTES", 1 << 16)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Status, stdout and stderr of one command."""
-
-    def call(*words: str) -> tuple[int, str, str]:
-        status = cli.main(words)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
 
 
 @pytest.fixture

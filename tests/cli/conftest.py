@@ -4,20 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rotaryquant.cli import main as cli
 from support.tiny_llm import byte_tokenizer, save_tiny
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Status, stdout and stderr of one command."""
-
-    def call(*words: str) -> tuple[int, str, str]:
-        status = cli.main(words)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
 
 
 @pytest.fixture(scope="module")

@@ -185,17 +185,6 @@ RQ_INLINE float max_lane(vf v) {
   return v[0];
 }
 
-// VL bytes as 32-bit lanes.
-RQ_INLINE vi load_u8(const uint8_t* p) {
-#if RQ_LANES == 16
-  return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-#elif RQ_LANES == 8
-  return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
-#else
-  return (vi){p[0], p[1], p[2], p[3]};
-#endif
-}
-
 // The low byte of each lane.
 RQ_INLINE void store_u8(uint8_t* p, vi v) {
 #if RQ_LANES == 16
@@ -315,26 +304,6 @@ RQ_INLINE vf lookup(const Table<BITS>& table, vi codes) {
   vf v;
   for (int i = 0; i < VL; i++) v[i] = table.entries[codes[i] & 15];
   return v;
-#endif
-}
-
-// Lane-wise logical shift to the right.
-RQ_INLINE vi shift_right(vi v, vi counts) {
-#if RQ_LANES == 16
-  return (vi)_mm512_srlv_epi32((__m512i)v, (__m512i)counts);
-#elif RQ_LANES == 8
-  return (vi)_mm256_srlv_epi32((__m256i)v, (__m256i)counts);
-#else
-  return (vi)((vu)v >> (vu)counts);
-#endif
-}
-
-// Bits of `yes` where the mask is set, bits of `no` elsewhere.
-RQ_INLINE vi merge_bits(int32_t mask, vi yes, vi no) {
-#if RQ_LANES == 16
-  return (vi)_mm512_ternarylogic_epi32((__m512i)splat_i32(mask), (__m512i)yes, (__m512i)no, 0xca);
-#else
-  return (yes & mask) | (no & ~mask);
 #endif
 }
 

@@ -32,7 +32,7 @@ RQ_INLINE v16 load_16(const uint8_t* p) {
 }
 RQ_INLINE void store_16(uint8_t* p, v16 v) { memcpy(p, &v, 16); }
 
-#if defined(__clang__) || defined(RQ_SHUFFLE_BUILTIN)
+#if defined(__clang__)
 #define RQ_SHUFFLE_16(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define RQ_SHUFFLE_16(a, b, ...) __builtin_shuffle(a, b, (v16){__VA_ARGS__})
