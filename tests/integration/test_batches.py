@@ -134,7 +134,8 @@ def test_selected_rows_go_on_as_they_were(model: PreTrainedModel, indices: Tenso
     assert relative_error(got, whole[rows, 20:]) < 1e-5
 
 
-def test_repeated_rows_share_their_past_and_part_ways(model: PreTrainedModel) -> None:
+def test_repeated_rows_share_their_past_and_part_ways(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RQ_KERNEL", "reference")  # kernels round queries: an ulp may move one by a step
     ids = random_tokens(2, 200)
     futures = random_tokens(6, 12, seed=5)
     with enabled(model, STRICT3) as state, torch.no_grad():
@@ -153,7 +154,7 @@ def test_repeated_rows_share_their_past_and_part_ways(model: PreTrainedModel) ->
             with single.prefill():
                 model(ids[row // 3 : row // 3 + 1], cache=single)
             want = teacher_forced(model, sequences[row : row + 1], mask[:1], single, [1] * 12, start=200)
-            assert relative_error(got[row : row + 1], want) < 1e-3  # an ulp may move a rounded query by a step
+            assert relative_error(got[row : row + 1], want) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,10 @@ def test_every_beam_attends_to_its_own_history(model: PreTrainedModel, kv: str, 
             assert float(chosen.sum()) == pytest.approx(float(score), abs=2e-2)
 
 
-def test_sampled_sequences_part_ways_after_a_shared_prompt(model: PreTrainedModel) -> None:
+def test_sampled_sequences_part_ways_after_a_shared_prompt(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RQ_KERNEL", "reference")  # kernels round queries: an ulp may move one by a step
     prompt = random_tokens(1, 150, seed=2)
     with enabled(model, "iso3-strict") as state:
         assert state is not None
@@ -208,7 +212,7 @@ def test_sampled_sequences_part_ways_after_a_shared_prompt(model: PreTrainedMode
             with cache.prefill():
                 first = teacher_forced(model, sequence, mask, cache, [150])
             rest = teacher_forced(model, sequence, mask, cache, [1] * 19, start=150)
-            assert relative_error(said[row : row + 1], torch.cat([first[:, -1:], rest], 1)) < 1e-3
+            assert relative_error(said[row : row + 1], torch.cat([first[:, -1:], rest], 1)) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -246,7 +250,7 @@ def test_crop_then_other_tokens_equals_a_fresh_run(model: PreTrainedModel, kv: K
         want = teacher_forced(model, sequence, mask, fresh, [1] * rest, start=max(kept, 1))
         if kept == 0:
             want = torch.cat([head, want], 1)
-    assert relative_error(got, want) < 1e-3
+    assert relative_error(got, want) < 1e-4
 
 
 def test_crop_refuses_a_positive_count(model: PreTrainedModel) -> None:
