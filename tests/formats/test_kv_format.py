@@ -146,18 +146,17 @@ def test_sealed_order_of_a_key_by_hand() -> None:
     """Row 21, column 38 of width 64 at 3 bits: chunk 2, vector 2·1 + 1, lane 4·5 + 2."""
     order = sealed_bit_order(64, 3, "key")
     code, chunk = 3 * (64 * 21 + 38), 8 * 2 * 192
-    assert order[chunk + 8 * 22 + 6] == code  # field 3 of the first plane of 64 bytes
-    assert order[chunk + 8 * 22 + 7] == code + 1
-    assert order[chunk + 8 * (128 + 22) + 6] == code + 2  # bit 6 of the third
+    at = chunk + 8 * (64 + 22) + 3  # the second field of the second plane of 64 bytes
+    assert order[at : at + 3].tolist() == [code, code + 1, code + 2]
 
 
 def test_sealed_order_of_values_by_hand() -> None:
-    """Row 21, column 38 of width 64 at 3 bits: chunk 2, vector 5, lane 4·6 + 1."""
+    """Row 27, column 38 of width 64 at 3 bits: chunk 2, vector 6, lane 4·6 + 3."""
     order = sealed_bit_order(64, 3, "value")
-    code, chunk = 3 * (64 * 21 + 38), 8 * 2 * 192
-    assert order[chunk + 8 * (64 + 25) + 2] == code  # field 1 of the second plane of 64 bytes
-    assert order[chunk + 8 * (64 + 25) + 3] == code + 1
-    assert order[chunk + 8 * (128 + 25) + 5] == code + 2  # bit 4 + 1 of the third
+    code, chunk = 3 * (64 * 27 + 38), 8 * 2 * 192
+    assert order[chunk + 8 * 27 + 6] == code  # bits 6 and 7 of the first plane
+    assert order[chunk + 8 * 27 + 7] == code + 1
+    assert order[chunk + 8 * (64 + 27) + 6] == code + 2  # bit 6 of the second
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

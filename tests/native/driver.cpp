@@ -420,6 +420,12 @@ std::vector<float> bench_rows(int64_t count, std::mt19937& random) {
   return rows;
 }
 
+Array bench_array(const std::vector<float>& values, const std::vector<int64_t>& shape) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t i = shape.size() - 1; i > 0; i--) strides[i - 1] = strides[i] * shape[i];
+  return Array(reinterpret_cast<uintptr_t>(values.data()), "f32", shape, strides);
+}
+
 void bench_attention(int64_t heads, int64_t kv_heads, int64_t width, int64_t tokens, std::mt19937& random) {
   const int64_t blocks = (tokens + kBlock - 1) / kBlock;
   const BenchStream keys(bench_codec(width, true), kv_heads, blocks, random);
@@ -453,13 +459,12 @@ void bench_append(int64_t heads, int64_t width, int64_t tokens, std::mt19937& ra
   const BenchStream keys(bench_codec(width, true), heads, blocks, random);
   const std::vector<float> rows = bench_rows(heads * tokens * width, random), signs = bench_rows(heads * width, random);
   const std::vector<float> matrices = bench_rows(heads * width * 4, random);
-  const float one = 1;
+  const std::vector<float> one = {1};
+  const Rotations rotation(width, heads, width, bench_array(one, {1, 1}), bench_array(signs, {heads, width}),
+                           bench_array(matrices, {heads, width / 4, 4, 4}), std::nullopt);
   AppendArgs args;
-  args.rotation.width = args.rotation.power = width;
-  args.rotation.heads = args.heads = heads;
-  args.rotation.base = &one;
-  args.rotation.signs = signs.data();
-  args.rotation.blocks = matrices.data();
+  args.rotation = rotation.tables();
+  args.heads = heads;
   args.stream = keys.stream;
   args.x.data = rows.data();
   args.x.row_stride = width;

@@ -28,9 +28,8 @@ BLOCK = 128
 #: Rows that are sealed together; four strips make a block.
 STRIP = 32
 
-#: Columns of a strip whose codes make eight vectors of 64, and where its high bits lie (see sealed_bit_order).
+#: Columns of a strip whose codes make eight vectors of 64 (see sealed_bit_order).
 _CHUNK = 16
-_HIGH_BITS = (2, 4, 0, 6)
 
 SCALE_RULES = ("score", "value", "norm")
 SCALE_DTYPES = ("bf16", "fp16")
@@ -152,19 +151,19 @@ def sealed_bit_order(width: int, bits: int, layout: str) -> NDArray[np.int64]:
     32-bit product adds up: four columns of a key, or four rows of values.
     - key: lane 4i + j of vector 2q + h holds column 4q + j of row 16h + i
     - value: lane 4i + j of vector v holds column i of row 4v + j
-    Byte l of each 64 belongs to lane l. At 2 and 3 bits, the low two bits of vector v are field v mod 4 of the
-    64-byte plane v div 4, and at 3 bits the high ones bit (2, 4, 0, 6)[v mod 4] + v div 4 of a third plane. At 4
-    bits vector v is field v mod 2 of plane v div 2; at 8 bits it is plane v. Strips of widths that are not
-    multiples of 16, and 32 bits, stay as they are.
+    Byte l of each 64 belongs to lane l. At 2, 4 and 8 bits a plane of 64 bytes has the next 8 / bits vectors as fields
+    from the lowest bit up. At 3 bits plane p < 3 has vectors 2p and 2p + 1 in bits 0 .. 5 of each byte; bits 6 and 7 of
+    the three planes, one after the other, are the bits of vectors 6 and 7. Any field that lies whole within the low six
+    bits is an index for a 64-entry table as it is. Strips of widths that are not multiples of 16, and 32 bits, stay as
+    they are.
     """
     if layout not in _STREAM_INDEX:
         raise ValueError(f"layout={layout!r} is unknown; valid: {', '.join(_STREAM_INDEX)}")
     if bits == 32 or width % _CHUNK:
         return np.arange(STRIP * width * bits)
-    size = 2 if bits == 3 else bits
-    per_plane = 8 // size
     order = np.empty((width // _CHUNK, bits, 64, 8), dtype=np.int64)  # chunk, plane, byte, bit
     lanes = np.arange(64)
+    places = _sealed_places(bits)
     for chunk in range(width // _CHUNK):
         for vector in range(8):
             if layout == "key":
@@ -172,8 +171,16 @@ def sealed_bit_order(width: int, bits: int, layout: str) -> NDArray[np.int64]:
             else:
                 row, column = 4 * vector + lanes % 4, lanes // 4
             code = bits * (width * row + _CHUNK * chunk + column)
-            for bit in range(size):
-                order[chunk, vector // per_plane, :, size * (vector % per_plane) + bit] = code + bit
-            if bits == 3:
-                order[chunk, 2, :, _HIGH_BITS[vector % 4] + vector // 4] = code + 2
+            for bit, (plane, place) in enumerate(places[vector]):
+                order[chunk, plane, :, place] = code + bit
     return order.reshape(-1)
+
+
+def _sealed_places(bits: int) -> list[list[tuple[int, int]]]:
+    """Plane and bit of a byte for each bit of each of a chunk's eight vectors."""
+    if bits != 3:
+        return [[divmod(bits * vector + bit, 8) for bit in range(bits)] for vector in range(8)]
+    whole = [(plane, bit) for plane in range(3) for bit in range(6)]
+    rest = [(plane, bit) for plane in range(3) for bit in (6, 7)]
+    places = whole + rest
+    return [places[3 * vector : 3 * vector + 3] for vector in range(8)]

@@ -1,6 +1,7 @@
 #include "arrays.h"
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 
 namespace rq {
@@ -85,29 +86,79 @@ Rows Array::rows() const {
   return rows;
 }
 
-Rotations::Rotations(int64_t width, int64_t heads, int64_t power, const Array& base_, const OptionalArray& signs_,
-                     const OptionalArray& blocks_, const OptionalArray& matrix_) {
+Rotations::Rotations(int64_t width, int64_t heads, int64_t power, const Array& base, const OptionalArray& signs,
+                     const OptionalArray& blocks, const OptionalArray& matrix) {
   require(width >= 8 && width <= kMaxWidth && width % 8 == 0, "rotation: width is out of range");
   require(heads >= 1, "rotation: num_kv_heads is out of range");
-  require(base_.shape.size() == 2, "rotation: base is not a matrix");
-  shape.width = width;
-  shape.heads = heads;
-  shape.power = power;
-  shape.order = base_.shape[0];
-  require(power == 0 || (power > 0 && (power & (power - 1)) == 0 && power * shape.order == width && shape.order <= 28),
+  require(base.shape.size() == 2, "rotation: base is not a matrix");
+  const int64_t order = base.shape[0];
+  shape_.width = width;
+  shape_.heads = heads;
+  shape_.pitch = (width + 15) / 16 * 16;
+  shape_.power = power;
+  shape_.order = order;
+  require(power == 0 || (power > 0 && (power & (power - 1)) == 0 && power * order == width && order <= 28),
           "rotation: no Hadamard matrix of this width");
-  base = copy_floats(base_, "rotation: base", {shape.order, shape.order});
-  if (signs_) signs = copy_floats(*signs_, "rotation: signs", {heads, width});
-  if (blocks_) blocks = copy_floats(*blocks_, "rotation: blocks", {heads, width / 4, 4, 4});
-  if (matrix_) matrix = copy_floats(*matrix_, "rotation: matrix", {heads, width, width});
+  if (matrix) {
+    matrix_ = copy_floats(*matrix, "rotation: matrix", {heads, width, width});
+    return;
+  }
+  const float norm = power > 0 ? 1.0f / std::sqrt(static_cast<float>(width)) : 1.0f;
+  const Floats sign = signs ? copy_floats(*signs, "rotation: signs", {heads, width}) : Floats();
+  if (signs || power > 0) signs_and_norm_ = lay_out_factors(signs ? sign.data() : nullptr, norm);
+  if (signs) signs_ = lay_out_factors(sign.data(), 1.0f);
+  if (blocks) {
+    const Floats block = copy_floats(*blocks, "rotation: blocks", {heads, width / 4, 4, 4});
+    blocks_ = lay_out_blocks(block.data(), false, 1.0f);
+    inverse_blocks_ = lay_out_blocks(block.data(), true, norm);
+  } else if (power > 0) {
+    norm_ = lay_out_factors(nullptr, norm);
+  }
+  if (order == 1) return;
+  const Floats entries = copy_floats(base, "rotation: base", {order, order});
+  columns_.resize(static_cast<size_t>(order * kOrderPitch));
+  inverse_columns_.resize(columns_.size());
+  for (int64_t i = 0; i < order; i++) {
+    for (int64_t j = 0; j < order; j++) {
+      columns_[static_cast<size_t>(j * kOrderPitch + i)] = entries[static_cast<size_t>(i * order + j)];
+      inverse_columns_[static_cast<size_t>(i * kOrderPitch + j)] = entries[static_cast<size_t>(i * order + j)];
+    }
+  }
+}
+
+Rotations::Floats Rotations::lay_out_blocks(const float* blocks, bool transposed, float factor) const {
+  Floats out(static_cast<size_t>(shape_.heads * 4 * shape_.pitch));
+  for (int64_t head = 0; head < shape_.heads; head++) {
+    for (int64_t b = 0; b < shape_.width / 4; b++) {
+      const float* block = blocks + (head * shape_.width / 4 + b) * 16;
+      for (int64_t j = 0; j < 4; j++) {
+        for (int64_t i = 0; i < 4; i++) {
+          const size_t at = static_cast<size_t>((head * 4 + j) * shape_.pitch + 4 * b + i);
+          out[at] = factor * block[transposed ? 4 * j + i : 4 * i + j];
+        }
+      }
+    }
+  }
+  return out;
+}
+
+Rotations::Floats Rotations::lay_out_factors(const float* factors, float factor) const {
+  Floats out(static_cast<size_t>(shape_.heads * shape_.pitch));
+  for (int64_t head = 0; head < shape_.heads; head++) {
+    for (int64_t i = 0; i < shape_.width; i++) {
+      const float own = factors ? factors[head * shape_.width + i] : 1.0f;
+      out[static_cast<size_t>(head * shape_.pitch + i)] = own * factor;
+    }
+  }
+  return out;
 }
 
 Rotation Rotations::tables() const {
-  Rotation r = shape;
-  r.base = base.data();
-  r.signs = signs.empty() ? nullptr : signs.data();
-  r.blocks = blocks.empty() ? nullptr : blocks.data();
-  r.matrix = matrix.empty() ? nullptr : matrix.data();
+  const auto table = [](const Floats& floats) { return floats.empty() ? nullptr : floats.data(); };
+  Rotation r = shape_;
+  r.forward = {table(signs_and_norm_), table(blocks_), table(columns_), nullptr};
+  r.inverse = {table(norm_), table(inverse_blocks_), table(inverse_columns_), table(signs_)};
+  r.matrix = table(matrix_);
   return r;
 }
 

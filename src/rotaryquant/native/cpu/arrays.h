@@ -34,13 +34,20 @@ using OptionalArray = std::optional<Array>;
 
 // A rotation with tables of its own.
 struct Rotations {
+  // base: [order, order], entries +1 and -1. signs: [heads, width]. blocks: [heads, width / 4, 4, 4]. matrix: [heads,
+  // width, width]; replaces the rest.
   Rotations(int64_t width, int64_t heads, int64_t power, const Array& base, const OptionalArray& signs,
             const OptionalArray& blocks, const OptionalArray& matrix);
 
   Rotation tables() const;  // points into this object, which must outlive it
 
-  Rotation shape;
-  std::vector<float> base, signs, blocks, matrix;  // empty: none
+ private:
+  using Floats = std::vector<float>;
+  Floats lay_out_blocks(const float* blocks, bool transposed, float factor) const;
+  Floats lay_out_factors(const float* factors, float factor) const;
+
+  Rotation shape_;
+  Floats matrix_, signs_and_norm_, norm_, signs_, blocks_, inverse_blocks_, columns_, inverse_columns_;  // empty: none
 };
 
 Codec make_codec(const std::string& layout, int64_t width, int64_t bits, const std::string& rule, int64_t group, const std::string& scale_dtype,

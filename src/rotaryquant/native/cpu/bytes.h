@@ -66,11 +66,32 @@ RQ_INLINE vi dot4(vi acc, vb levels, int32_t four) {
 #endif
 }
 
+// Four rows of signed bytes, interleaved as products want them: out[16 * i + 4 * r + j] is lane 4 * i + j of row r, of
+// integers within -128 .. 127.
+RQ_INLINE void store_quads(int8_t* out, vi a, vi b, vi c, vi d) {
+#if RQ_LANES == 16
+  const __m512i ab = _mm512_packs_epi32((__m512i)a, (__m512i)b), cd = _mm512_packs_epi32((__m512i)c, (__m512i)d);
+  _mm512_storeu_si512((__m512i*)out, _mm512_packs_epi16(ab, cd));
+#elif RQ_LANES == 8
+  const __m256i ab = _mm256_packs_epi32((__m256i)a, (__m256i)b), cd = _mm256_packs_epi32((__m256i)c, (__m256i)d);
+  _mm256_storeu_si256((__m256i*)out, _mm256_packs_epi16(ab, cd));
+#elif defined(__SSE2__)
+  const __m128i ab = _mm_packs_epi32((__m128i)a, (__m128i)b), cd = _mm_packs_epi32((__m128i)c, (__m128i)d);
+  _mm_storeu_si128((__m128i*)out, _mm_packs_epi16(ab, cd));
+#elif defined(__aarch64__)
+  const int16x8_t ab = vcombine_s16(vmovn_s32((int32x4_t)a), vmovn_s32((int32x4_t)b));
+  const int16x8_t cd = vcombine_s16(vmovn_s32((int32x4_t)c), vmovn_s32((int32x4_t)d));
+  vst1q_s8(out, vcombine_s8(vmovn_s16(ab), vmovn_s16(cd)));
+#else
+  const vi rows[4] = {a, b, c, d};
+  for (int l = 0; l < 16; l++) out[l] = (int8_t)rows[l / 4][l % 4];
+#endif
+}
+
 // Levels of 2^BITS codes (BITS <= 4) as biased bytes.
 struct LevelTable {
 #if RQ_LANES == 16
-  // Indexed by six bits of which only the code's own decide: bits of the low part at 0, 2 or 4, and at 3 bits the
-  // high bit at 2, 4 or 0.
+  // Indexed by six bits, of which at[f] uses field f.
   __m512i at[3];
 #else
   uint8_t entries[16];
@@ -90,8 +111,7 @@ RQ_INLINE LevelTable make_level_table(const float* levels) {
   }
   const vb index = load_bytes(count), all = load_bytes(entries);
   RQ_UNROLL for (int t = 0; t < 3; t++) {
-    vb code = BITS == 4 ? index : (index >> (uint8_t)(2 * t)) & (uint8_t)3;
-    if constexpr (BITS == 3) code |= ((index >> (uint8_t)(t == 2 ? 0 : 2 + 2 * t)) & (uint8_t)1) << 2;
+    const vb code = (index >> (uint8_t)(BITS * t)) & (uint8_t)((1 << BITS) - 1);
     table.at[t] = _mm512_permutexvar_epi8((__m512i)code, (__m512i)all);
   }
 #else

@@ -21,12 +21,23 @@ struct Rows {
   int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
 };
 
+// One way through a rotation, laid out for vectors (arrays.cpp): factors of a head fill `pitch` floats each, zeros past
+// the width. Null: there are none.
+struct Passage {
+  const float* before = nullptr;   // [heads, pitch], factors before everything else
+  const float* blocks = nullptr;   // [heads, 4, pitch]: y[4b + i] = sum over j of blocks[j][4b + i] * x[4b + j]
+  const float* columns = nullptr;  // [order, kOrderPitch], of the base matrix; where it has more than one
+  const float* after = nullptr;    // [heads, pitch], factors after everything else
+};
+
+constexpr int64_t kOrderPitch = 32;
+
+// y = blocks · Hadamard · before · x and back, after · transpose(Hadamard) · blocks · before · y; or a dense matrix.
+// Hadamard = Sylvester(power) x base of so many rows; power 0: none. Its norm is part of a factor before it.
 struct Rotation {
-  int64_t width = 0, heads = 0;
-  int64_t power = 0, order = 1;   // Hadamard = Sylvester(power) x base [order, order]; power 0: none
-  const float* base = nullptr;    // entries +1 and -1
-  const float* signs = nullptr;   // [heads, width] or null
-  const float* blocks = nullptr;  // [heads, width / 4, 4, 4] or null
+  int64_t width = 0, heads = 0, pitch = 0;
+  int64_t power = 0, order = 1;
+  Passage forward, inverse;
   const float* matrix = nullptr;  // [heads, width, width] or null; replaces the rest
 };
 

@@ -22,31 +22,56 @@ constexpr int64_t kPass = 8;
     default: CALL(8);        \
   }
 
-RQ_INLINE int32_t four_bytes(const int8_t* p) {
+#define RQ_FOR_FOUR(n, CALL) \
+  switch (n) {               \
+    case 1: CALL(1); break;  \
+    case 2: CALL(2); break;  \
+    case 3: CALL(3); break;  \
+    default: CALL(4);        \
+  }
+
+// Rows of queries or probabilities are interleaved four by four, so that one address serves all of a product: four
+// bytes of row r from 4 * quad on lie at [r / 4 * stride + 16 * quad + 4 * (r % 4)].
+RQ_INLINE int32_t four_bytes(const int8_t* rows, int64_t stride, int64_t r, int64_t quad) {
   int32_t four;
-  memcpy(&four, p, 4);
+  memcpy(&four, rows + r / 4 * stride + 16 * quad + 4 * (r % 4), 4);
   return four;
 }
 
+// Codes that later products will read, fetched a little in each step so that memory has the time to answer.
+struct Ahead {
+  const uint8_t* from;
+  int64_t per_step;  // bytes
+};
+
+RQ_INLINE void fetch(Ahead ahead, int64_t step) { __builtin_prefetch(ahead.from + step * ahead.per_step); }
+
+// Loops of `key_products` over a strip and of `value_products` over a chunk, and with them how often each fetches for
+// every quad of columns or of rows.
+constexpr int64_t kKeyHalves = VL == 16 ? 2 : 1, kKeyLoops = kStrip / (kKeyHalves * VL);
+constexpr int64_t kValueLoops = kChunkColumns / VL;
+
 // dots[r][row] = levels of a strip's 32 rows times q[r], over columns [4 * begin, 4 * end), a multiple of 16.
-// bias: kLevelBias times the sum of those columns of each q.
+// bias: what each sum starts from, -kLevelBias times the sum of those columns of each q.
 template <int NR>
 RQ_INLINE void key_products(const uint8_t* levels, int64_t begin, int64_t end, const int8_t* q, int64_t stride,
-                            const int32_t* bias, int32_t* dots) {
-  constexpr int NH = VL == 16 ? 2 : 1;                    // vectors of rows at a time
-  constexpr int NU = NR == 1 ? 4 : NR <= 3 ? 2 : 1;       // independent sums, to hide the latency of a product
-  for (int64_t row = 0; row < kStrip; row += NH * VL) {
+                            const int32_t* bias, Ahead ahead, int32_t* dots) {
+  constexpr int NH = kKeyHalves;                     // vectors of rows at a time
+  constexpr int NU = NR <= 2 ? 4 : NR <= 4 ? 2 : 1;  // independent sums, to hide the latency of a product
+  for (int64_t loop = 0; loop < kKeyLoops; loop++) {
+    const int64_t row = loop * NH * VL;
     const uint8_t* from = levels + kVector * (row / 16) + 4 * (row % 16);
     vi acc[NU][NR][NH] = {};
     RQ_UNROLL for (int r = 0; r < NR; r++) {
-      RQ_UNROLL for (int h = 0; h < NH; h++) acc[0][r][h] = kLevelBias ? splat_i32(-bias[r]) : (vi){};
+      RQ_UNROLL for (int h = 0; h < NH; h++) acc[0][r][h] = kLevelBias ? splat_i32(bias[r]) : (vi){};
     }
     for (int64_t c = begin; c < end; c += NU) {
       RQ_UNROLL for (int u = 0; u < NU; u++) {
+        fetch(ahead, loop * (end - begin) + c + u);
         vb level[NH];
         RQ_UNROLL for (int h = 0; h < NH; h++) level[h] = load_bytes(from + kVector * (2 * (c + u) + h));
         RQ_UNROLL for (int r = 0; r < NR; r++) {
-          const int32_t four = four_bytes(q + r * stride + 4 * (c + u));
+          const int32_t four = four_bytes(q, stride, r, c + u);
           RQ_UNROLL for (int h = 0; h < NH; h++) acc[u][r][h] = dot4(acc[u][r][h], level[h], four);
         }
       }
@@ -62,32 +87,106 @@ RQ_INLINE void key_products(const uint8_t* levels, int64_t begin, int64_t end, c
 }
 
 // sums[r][chunk][column] = p[r] times levels of NC chunks (16 columns each) of `strips` strips.
-// levels: [NC][strips][8 vectors]; p: a row each `stride` bytes, 32 * strips of them; bias: kLevelBias times its sum.
+// levels: [NC][strips][8 vectors]; bias: what each sum starts from, -kLevelBias times the sum of each p.
 template <int NR, int NC>
 RQ_INLINE void value_products(const uint8_t* levels, int64_t strips, const int8_t* p, int64_t stride,
-                              const int32_t* bias, int32_t* sums) {
-  for (int64_t column = 0; column < kChunkColumns; column += VL) {
-    vi acc[NR][NC];
+                              const int32_t* bias, Ahead ahead, int32_t* sums) {
+  constexpr int NU = NR * NC <= 4 ? 2 : 1;  // independent sums, to hide the latency of a product
+  for (int64_t loop = 0; loop < kValueLoops; loop++) {
+    const int64_t column = loop * VL;
+    vi acc[NU][NR][NC] = {};
     RQ_UNROLL for (int r = 0; r < NR; r++) {
-      RQ_UNROLL for (int c = 0; c < NC; c++) acc[r][c] = kLevelBias ? splat_i32(-bias[r]) : (vi){};
+      RQ_UNROLL for (int c = 0; c < NC; c++) acc[0][r][c] = kLevelBias ? splat_i32(bias[r]) : (vi){};
     }
-    for (int64_t v = 0; v < strips * kChunkVectors; v++) {
-      vb level[NC];
-      RQ_UNROLL for (int c = 0; c < NC; c++) {
-        level[c] = load_bytes(levels + kVector * (c * strips * kChunkVectors + v) + 4 * column);
-      }
-      RQ_UNROLL for (int r = 0; r < NR; r++) {
-        const int32_t four = four_bytes(p + r * stride + 4 * v);
-        RQ_UNROLL for (int c = 0; c < NC; c++) acc[r][c] = dot4(acc[r][c], level[c], four);
+    for (int64_t v = 0; v < strips * kChunkVectors; v += NU) {
+      RQ_UNROLL for (int u = 0; u < NU; u++) {
+        fetch(ahead, loop * strips * kChunkVectors + v + u);
+        vb level[NC];
+        RQ_UNROLL for (int c = 0; c < NC; c++) {
+          level[c] = load_bytes(levels + kVector * (c * strips * kChunkVectors + v + u) + 4 * column);
+        }
+        RQ_UNROLL for (int r = 0; r < NR; r++) {
+          const int32_t four = four_bytes(p, stride, r, v + u);
+          RQ_UNROLL for (int c = 0; c < NC; c++) acc[u][r][c] = dot4(acc[u][r][c], level[c], four);
+        }
       }
     }
     RQ_UNROLL for (int r = 0; r < NR; r++) {
       RQ_UNROLL for (int c = 0; c < NC; c++) {
-        memcpy(sums + (r * NC + c) * kChunkColumns + column, &acc[r][c], sizeof acc[r][c]);
+        vi sum = acc[0][r][c];
+        RQ_UNROLL for (int u = 1; u < NU; u++) sum += acc[u][r][c];
+        memcpy(sums + (r * NC + c) * kChunkColumns + column, &sum, sizeof sum);
       }
     }
   }
 }
+
+#if RQ_LANES == 16
+// ---- the same from sealed codes -------------------------------------------------------------------------------
+//
+// Looking levels up keeps one of two vector ports busy, products either of them: one loop of both takes less time than
+// two loops. Worth it where no later pass needs the levels again; only this instruction set has registers enough.
+
+// dots[r][row] as above, over all columns of one sealed strip of `chunks` chunks.
+template <int BITS, int NR>
+RQ_INLINE void key_code_products(const LevelTable& table, const uint8_t* codes, int64_t chunks, const int8_t* q,
+                                 int64_t stride, const int32_t* bias, Ahead ahead, int32_t* dots) {
+  constexpr int NU = NR <= 2 ? 4 : NR <= 4 ? 2 : 1;
+  vi acc[NU][NR][2] = {};
+  RQ_UNROLL for (int r = 0; r < NR; r++) acc[0][r][0] = acc[0][r][1] = splat_i32(bias[r]);
+  for (int64_t chunk = 0; chunk < chunks; chunk++, codes += chunk_bytes(BITS)) {
+    const Planes<BITS> planes = load_planes<BITS>(codes);
+    RQ_UNROLL for (int quad = 0; quad < 4; quad++) {
+      const vb upper = (vb)level_vector<BITS>(table, planes, 2 * quad);
+      const vb lower = (vb)level_vector<BITS>(table, planes, 2 * quad + 1);
+      fetch(ahead, 4 * chunk + quad);
+      RQ_UNROLL for (int r = 0; r < NR; r++) {
+        const int32_t four = four_bytes(q, stride, r, 4 * chunk + quad);
+        acc[quad % NU][r][0] = dot4(acc[quad % NU][r][0], upper, four);
+        acc[quad % NU][r][1] = dot4(acc[quad % NU][r][1], lower, four);
+      }
+    }
+  }
+  RQ_UNROLL for (int r = 0; r < NR; r++) {
+    RQ_UNROLL for (int h = 0; h < 2; h++) {
+      vi sum = acc[0][r][h];
+      RQ_UNROLL for (int u = 1; u < NU; u++) sum += acc[u][r][h];
+      memcpy(dots + r * kStrip + h * VL, &sum, sizeof sum);
+    }
+  }
+}
+
+// sums[r][chunk][column] as above, from NC chunks that follow each other in each of `strips` sealed strips.
+template <int BITS, int NR, int NC>
+RQ_INLINE void value_code_products(const LevelTable& table, const uint8_t* codes, int64_t strip_bytes, int64_t strips,
+                                   const int8_t* p, int64_t stride, const int32_t* bias, Ahead ahead, int32_t* sums) {
+  constexpr int NU = NR * NC <= 2 ? 4 : NR * NC <= 6 ? 2 : 1;
+  vi acc[NU][NR][NC] = {};
+  RQ_UNROLL for (int r = 0; r < NR; r++) {
+    RQ_UNROLL for (int c = 0; c < NC; c++) acc[0][r][c] = splat_i32(bias[r]);
+  }
+  for (int64_t strip = 0; strip < strips; strip++, codes += strip_bytes) {
+    Planes<BITS> planes[NC];
+    RQ_UNROLL for (int c = 0; c < NC; c++) planes[c] = load_planes<BITS>(codes + c * chunk_bytes(BITS));
+    RQ_UNROLL for (int v = 0; v < kChunkVectors; v++) {
+      vb level[NC];
+      RQ_UNROLL for (int c = 0; c < NC; c++) level[c] = (vb)level_vector<BITS>(table, planes[c], v);
+      fetch(ahead, strip * kChunkVectors + v);
+      RQ_UNROLL for (int r = 0; r < NR; r++) {
+        const int32_t four = four_bytes(p, stride, r, strip * kChunkVectors + v);
+        RQ_UNROLL for (int c = 0; c < NC; c++) acc[v % NU][r][c] = dot4(acc[v % NU][r][c], level[c], four);
+      }
+    }
+  }
+  RQ_UNROLL for (int r = 0; r < NR; r++) {
+    RQ_UNROLL for (int c = 0; c < NC; c++) {
+      vi sum = acc[0][r][c];
+      RQ_UNROLL for (int u = 1; u < NU; u++) sum += acc[u][r][c];
+      memcpy(sums + (r * NC + c) * kChunkColumns, &sum, sizeof sum);
+    }
+  }
+}
+#endif
 
 }  // namespace RQ_ISA
 }  // namespace rq

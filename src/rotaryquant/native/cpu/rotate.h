@@ -8,79 +8,42 @@ namespace rq {
 namespace RQ_ISA {
 
 constexpr int64_t kTileRows = 8;  // rows rotated at a time
-constexpr int64_t kMaxOrder = 28;
-constexpr int64_t kOrderPadded = 32;
 
-// The rotation of one head, with factors laid out for vectors. Built once per unit of work.
+// The rotation of one head.
 struct HeadRotation {
-  int64_t width, padded, power, order;
+  int64_t width, padded, pitch, power, order;
   bool inverse;
+  Passage passage;
   const float* matrix;  // dense kind, else null
-  bool has_pre, has_post, has_blocks;
-  float pre[kMaxPadded], post[kMaxPadded];         // factors before and after everything else
-  float blocks[4][kMaxPadded];                     // y[4b + i] = sum over j of blocks[j][4b + i] * x[4b + j]
-  float columns[kMaxOrder * kOrderPadded];         // of the base matrix, or of its transpose
 };
 
-RQ_INLINE void lay_out_blocks(HeadRotation& r, const float* blocks, float factor) {
-  for (int64_t b = 0; b < r.width / 4; b++) {
-    for (int j = 0; j < 4; j++) {
-      for (int i = 0; i < 4; i++) {
-        r.blocks[j][4 * b + i] = factor * blocks[16 * b + (r.inverse ? 4 * j + i : 4 * i + j)];
-      }
-    }
-  }
-  for (int j = 0; j < 4; j++) {
-    for (int64_t i = r.width; i < r.padded; i++) r.blocks[j][i] = 0;
-  }
-}
-
-RQ_INLINE void fill(float* out, int64_t padded, int64_t width, const float* factors, float factor) {
-  for (int64_t i = 0; i < padded; i++) out[i] = i < width ? (factors ? factors[i] * factor : factor) : 0.0f;
-}
-
-// The norm 1/sqrt(width) of H goes into a factor that precedes H, so that no sum overflows before it shrinks.
-RQ_INLINE void prepare(HeadRotation& r, const Rotation& rotation, int64_t head, bool inverse) {
-  r.width = rotation.width;
-  r.padded = round_up(r.width, VL);
-  r.power = rotation.power;
-  r.order = rotation.order;
-  r.inverse = inverse;
-  r.matrix = rotation.matrix ? rotation.matrix + head * r.width * r.width : nullptr;
-  r.has_pre = r.has_post = r.has_blocks = false;
-  if (r.matrix) return;
-  const bool hadamard = r.power > 0;
-  const float norm = hadamard ? 1.0f / __builtin_sqrtf((float)r.width) : 1.0f;
-  const float* signs = rotation.signs ? rotation.signs + head * r.width : nullptr;
-  r.has_blocks = rotation.blocks != nullptr;
-  if (r.has_blocks) lay_out_blocks(r, rotation.blocks + head * r.width * 4, inverse ? norm : 1.0f);
-  if (!inverse) {
-    r.has_pre = signs || hadamard;
-    if (r.has_pre) fill(r.pre, r.padded, r.width, signs, norm);
-  } else {
-    r.has_pre = hadamard && !r.has_blocks;
-    if (r.has_pre) fill(r.pre, r.padded, r.width, nullptr, norm);
-    r.has_post = signs != nullptr;
-    if (r.has_post) fill(r.post, r.padded, r.width, signs, 1.0f);
-  }
-  if (r.order > 1) {
-    for (int64_t j = 0; j < r.order; j++) {
-      for (int64_t i = 0; i < kOrderPadded; i++) {
-        const float entry = i >= r.order ? 0.0f : rotation.base[inverse ? j * r.order + i : i * r.order + j];
-        r.columns[j * kOrderPadded + i] = entry;
-      }
-    }
-  }
+RQ_INLINE HeadRotation rotation_of(const Rotation& rotation, int64_t head, bool inverse) {
+  const int64_t pitch = rotation.pitch;
+  Passage passage = inverse ? rotation.inverse : rotation.forward;
+  if (passage.before) passage.before += head * pitch;
+  if (passage.blocks) passage.blocks += head * 4 * pitch;
+  if (passage.after) passage.after += head * pitch;
+  const float* matrix = rotation.matrix ? rotation.matrix + head * rotation.width * rotation.width : nullptr;
+  return {rotation.width, round_up(rotation.width, VL), pitch, rotation.power, rotation.order, inverse, passage, matrix};
 }
 
 RQ_INLINE void multiply(float* x, const float* factors, int64_t padded) {
   for (int64_t i = 0; i < padded; i += VL) store(x + i, load(x + i) * load(factors + i));
 }
 
+// Within every 2 * STRIDE lanes: sums of the two halves, then differences. The product with +-1 is exact.
 template <int STRIDE>
 RQ_INLINE vf butterfly_within(vf x) {
-  const vf sign = as_f32((lane_index() & STRIDE) != 0 ? splat_i32((int32_t)0x80000000) : (vi){});
-  return swap_lanes<STRIDE>(x) + as_f32(as_i32(x) ^ as_i32(sign));
+  const vf sign = (lane_index() & STRIDE) != 0 ? splat(-1.0f) : splat(1.0f);
+  return x * sign + swap_lanes<STRIDE>(x);
+}
+
+RQ_INLINE vf butterflies_within(vf v, bool all) {
+  v = butterfly_within<1>(v);
+  v = butterfly_within<2>(v);
+  if constexpr (VL >= 8) v = butterfly_within<4>(v);
+  if constexpr (VL >= 16) v = all ? butterfly_within<8>(v) : v;
+  return v;
 }
 
 RQ_INLINE void butterflies(float* x, int64_t width, int64_t stride) {
@@ -102,11 +65,11 @@ RQ_INLINE void butterflies(float* x, int64_t width, int64_t stride) {
 
 RQ_INLINE void apply_base(float* x, const HeadRotation& r) {
   for (int64_t first = 0; first < r.width; first += r.order) {
-    vf acc[kOrderPadded / VL] = {};
+    vf acc[kOrderPitch / VL] = {};
     for (int64_t j = 0; j < r.order; j++) {
       const float factor = x[first + j];
-      RQ_UNROLL for (int v = 0; v < kOrderPadded / VL; v++) {
-        acc[v] += factor * load(r.columns + j * kOrderPadded + v * VL);
+      RQ_UNROLL for (int v = 0; v < kOrderPitch / VL; v++) {
+        acc[v] += factor * load(r.passage.columns + j * kOrderPitch + v * VL);
       }
     }
     memcpy(x + first, acc, (size_t)r.order * sizeof(float));
@@ -119,25 +82,60 @@ RQ_INLINE void hadamard(float* x, const HeadRotation& r) {
     for (int64_t stride = r.order; stride < r.width; stride *= 2) butterflies(x, r.width, stride);
     return;
   }
-  for (int64_t i = 0; i < r.padded; i += VL) {
-    vf v = load(x + i);
-    v = butterfly_within<1>(v);
-    v = butterfly_within<2>(v);
-    if constexpr (VL >= 8) v = butterfly_within<4>(v);
-    if constexpr (VL >= 16) v = r.width >= 16 ? butterfly_within<8>(v) : v;
-    store(x + i, v);
-  }
+  for (int64_t i = 0; i < r.padded; i += VL) store(x + i, butterflies_within(load(x + i), r.width >= VL));
   for (int64_t stride = VL; stride < r.width; stride *= 2) butterflies(x, r.width, stride);
 }
 
+RQ_INLINE vf apply_blocks(vf v, const float* blocks, int64_t pitch) {
+  vf y = spread_in_four<0>(v) * load(blocks);
+  y += spread_in_four<1>(v) * load(blocks + pitch);
+  y += spread_in_four<2>(v) * load(blocks + 2 * pitch);
+  y += spread_in_four<3>(v) * load(blocks + 3 * pitch);
+  return y;
+}
+
 RQ_INLINE void apply_blocks(float* x, const HeadRotation& r) {
-  for (int64_t i = 0; i < r.padded; i += VL) {
-    const vf v = load(x + i);
-    vf y = spread_in_four<0>(v) * load(r.blocks[0] + i);
-    y += spread_in_four<1>(v) * load(r.blocks[1] + i);
-    y += spread_in_four<2>(v) * load(r.blocks[2] + i);
-    y += spread_in_four<3>(v) * load(r.blocks[3] + i);
-    store(x + i, y);
+  for (int64_t i = 0; i < r.padded; i += VL) store(x + i, apply_blocks(load(x + i), r.passage.blocks + i, r.pitch));
+}
+
+// A row of NV whole vectors in registers, where the Hadamard matrix is Sylvester's.
+template <int NV>
+RQ_INLINE void rotate_in_registers(const HeadRotation& r, float* x) {
+  const Passage& by = r.passage;
+  vf v[NV];
+  RQ_UNROLL for (int i = 0; i < NV; i++) {
+    v[i] = load(x + i * VL);
+    if (by.before) v[i] *= load(by.before + i * VL);
+    if (r.inverse && by.blocks) v[i] = apply_blocks(v[i], by.blocks + i * VL, r.pitch);
+    v[i] = butterflies_within(v[i], true);
+  }
+  RQ_UNROLL for (int stride = 1; stride < NV; stride *= 2) {
+    RQ_UNROLL for (int i = 0; i < NV; i++) {
+      if (i & stride) continue;
+      const vf a = v[i], b = v[i + stride];
+      v[i] = a + b;
+      v[i + stride] = a - b;
+    }
+  }
+  RQ_UNROLL for (int i = 0; i < NV; i++) {
+    if (!r.inverse && by.blocks) v[i] = apply_blocks(v[i], by.blocks + i * VL, r.pitch);
+    if (by.after) v[i] *= load(by.after + i * VL);
+    store(x + i * VL, v[i]);
+  }
+}
+
+// False: the row does not fit.
+RQ_INLINE bool rotate_in_registers(const HeadRotation& r, float* x) {
+  if (r.power != r.width) return false;
+  switch (r.width / VL) {
+    case 2: rotate_in_registers<2>(r, x); return true;
+    case 4: rotate_in_registers<4>(r, x); return true;
+    case 8: rotate_in_registers<8>(r, x); return true;
+    case 16:
+      if constexpr (!kManyRegisters) return false;
+      rotate_in_registers<16>(r, x);
+      return true;
+    default: return false;
   }
 }
 
@@ -182,12 +180,14 @@ RQ_INLINE void rotate_dense(const HeadRotation& r, float* x, int64_t rows, float
 
 RQ_INLINE void rotate_rows(const HeadRotation& r, float* x, int64_t rows, float* spare) {
   if (r.matrix) return rotate_dense(r, x, rows, spare);
+  const Passage& by = r.passage;
   for (int64_t i = 0; i < rows; i++, x += r.padded) {
-    if (r.has_pre) multiply(x, r.pre, r.padded);
-    if (r.inverse && r.has_blocks) apply_blocks(x, r);
+    if (rotate_in_registers(r, x)) continue;
+    if (by.before) multiply(x, by.before, r.padded);
+    if (r.inverse && by.blocks) apply_blocks(x, r);
     if (r.power) hadamard(x, r);
-    if (!r.inverse && r.has_blocks) apply_blocks(x, r);
-    if (r.has_post) multiply(x, r.post, r.padded);
+    if (!r.inverse && by.blocks) apply_blocks(x, r);
+    if (by.after) multiply(x, by.after, r.padded);
   }
 }
 

@@ -139,7 +139,7 @@ int64_t row_scratch(int64_t) { return (int64_t)sizeof(RowScratch); }
 void rotate(const RotateArgs& args, int64_t batch, int64_t head, int64_t first, int64_t count, char* scratch) {
   RowScratch& s = *(RowScratch*)scratch;
   const int64_t width = args.rotation.width;
-  prepare(s.rotation, args.rotation, head, args.inverse);
+  s.rotation = rotation_of(args.rotation, head, args.inverse);
   const int64_t padded = s.rotation.padded;
   for (int64_t tile = first; tile < first + count; tile += kTileRows) {
     const int64_t rows = smaller(kTileRows, first + count - tile);
@@ -173,7 +173,7 @@ void repack(const RepackArgs& args, int64_t first, int64_t count) {
 
 Met append(const AppendArgs& args, const AppendUnit& unit, char* scratch) {
   RowScratch& s = *(RowScratch*)scratch;
-  prepare(s.rotation, args.rotation, unit.head, false);
+  s.rotation = rotation_of(args.rotation, unit.head, false);
   const float* mean = args.mean.data ? (const float*)row_address(args.mean, unit.batch, unit.head, 0) : nullptr;
   switch (args.stream.codec.bits) {
     case 2: return append_rows<2>(args, unit, s, mean);

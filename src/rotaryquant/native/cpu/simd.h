@@ -84,8 +84,19 @@ RQ_INLINE vi splat_i32(int32_t x) { return x + (vi){}; }
 RQ_INLINE vi as_i32(vf v) { return (vi)v; }
 RQ_INLINE vf as_f32(vi v) { return (vf)v; }
 RQ_INLINE vf to_f32(vi v) { return __builtin_convertvector(v, vf); }
-RQ_INLINE vf select(vi mask, vf yes, vf no) { return as_f32((as_i32(yes) & mask) | (as_i32(no) & ~mask)); }
-RQ_INLINE vf maximum(vf a, vf b) { return a > b ? a : b; }  // b where either is NaN
+RQ_INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
+// b where either is NaN. Compilers make two instructions of the comparison.
+RQ_INLINE vf maximum(vf a, vf b) {
+#if RQ_LANES == 16
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif RQ_LANES == 8
+  return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+  return (vf)_mm_max_ps((__m128)a, (__m128)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 RQ_INLINE vf absolute(vf v) { return as_f32(as_i32(v) & 0x7fffffff); }
 
 RQ_INLINE vi lane_index() {
@@ -130,32 +141,57 @@ RQ_INLINE vf spread_in_four(vf v) {
 #endif
 }
 
-// One step of a transposing sum: halves of groups of 2 * HALF lanes are added, a's groups before b's.
-template <int HALF>
+struct Add {
+  static inline __attribute__((always_inline)) vf of(vf a, vf b) { return a + b; }
+};
+struct Most {
+  static inline __attribute__((always_inline)) vf of(vf a, vf b) { return maximum(a, b); }
+};
+
+// One step of a transposing sum, or of another operation: halves of groups of 2 * HALF lanes are added, a's groups
+// before b's.
+template <int HALF, typename Op = Add>
 RQ_INLINE vf fold(vf a, vf b) {
 #if RQ_LANES == 16
   if constexpr (HALF == 8)
-    return RQ_SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           RQ_SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    return Op::of(RQ_SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+                  RQ_SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
   if constexpr (HALF == 4)
-    return RQ_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-           RQ_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    return Op::of(RQ_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+                  RQ_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
   if constexpr (HALF == 2)
-    return RQ_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           RQ_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-  return RQ_SHUFFLE(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
-         RQ_SHUFFLE(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+    return Op::of(RQ_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+                  RQ_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
+  return Op::of(RQ_SHUFFLE(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30),
+                RQ_SHUFFLE(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31));
 #elif RQ_LANES == 8
   if constexpr (HALF == 4)
-    return RQ_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + RQ_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+    return Op::of(RQ_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11), RQ_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15));
   if constexpr (HALF == 2)
-    return RQ_SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13) + RQ_SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
-  return RQ_SHUFFLE(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + RQ_SHUFFLE(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+    return Op::of(RQ_SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13), RQ_SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15));
+  return Op::of(RQ_SHUFFLE(a, b, 0, 2, 8, 10, 4, 6, 12, 14), RQ_SHUFFLE(a, b, 1, 3, 9, 11, 5, 7, 13, 15));
 #else
-  if constexpr (HALF == 2) return RQ_SHUFFLE(a, b, 0, 1, 4, 5) + RQ_SHUFFLE(a, b, 2, 3, 6, 7);
-  return RQ_SHUFFLE(a, b, 0, 2, 4, 6) + RQ_SHUFFLE(a, b, 1, 3, 5, 7);
+  if constexpr (HALF == 2) return Op::of(RQ_SHUFFLE(a, b, 0, 1, 4, 5), RQ_SHUFFLE(a, b, 2, 3, 6, 7));
+  return Op::of(RQ_SHUFFLE(a, b, 0, 2, 4, 6), RQ_SHUFFLE(a, b, 1, 3, 5, 7));
 #endif
 }
+
+// Sums, or another operation, over the lanes of each of four vectors, in the first four lanes; the others repeat them.
+template <typename Op>
+RQ_INLINE vf over_lanes(const vf* v) {
+#if RQ_LANES == 16
+  const vf pairs = fold<4, Op>(fold<8, Op>(v[0], v[1]), fold<8, Op>(v[2], v[3])), halves = fold<2, Op>(pairs, pairs);
+  const vf all = fold<1, Op>(halves, halves);
+  return RQ_SHUFFLE(all, all, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+#elif RQ_LANES == 8
+  const vf halves = fold<2, Op>(fold<4, Op>(v[0], v[1]), fold<4, Op>(v[2], v[3])), all = fold<1, Op>(halves, halves);
+  return RQ_SHUFFLE(all, all, 0, 4, 1, 5, 0, 4, 1, 5);
+#else
+  return fold<1, Op>(fold<2, Op>(v[0], v[1]), fold<2, Op>(v[2], v[3]));
+#endif
+}
+
+RQ_INLINE void store_four(float* p, vf v) { memcpy(p, &v, 4 * sizeof(float)); }
 
 // Sums of VL vectors as the lanes of one: lane p is the sum of v[sum_source(p)].
 constexpr int sum_source(int p) { return (p % 4) * (VL / 4) + p / 4; }
@@ -327,26 +363,38 @@ RQ_INLINE Exp exp_parts(vf x) {
   return {as_f32((power + 127) << 23), p * r * r + r};
 }
 
-// 2^x for x <= 0 to 3e-7; exactly 0 far below, -infinity included. NaN stays NaN.
-RQ_INLINE vf exp2_nonpositive(vf x) {
+// 2^x for x <= 0 as a polynomial of least relative error that is 1 at 0, times a power of two; exactly 0 far below,
+// -infinity included. NaN stays NaN. ROUGH: one term less.
+template <bool ROUGH>
+RQ_INLINE vf exp2_parts(vf x) {
 #if RQ_LANES == 16
-  const vf r = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // 0 for -infinity
-#else
-  const vf shifted = x + kRounder, r = x - (shifted - kRounder);
-#endif
-  vf p = splat(0.00132764725f);  // least relative error on [-1/2, 1/2]
-  p = p * r + 0.00967554096f;
-  p = p * r + 0.0555071309f;
-  p = p * r + 0.240221202f;
-  p = p * r + 0.693146944f;
+  // On [0, 1): the power is the floor of x, which scalef takes itself.
+  const vf r = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // 0 for -infinity
+  vf p = splat(ROUGH ? 0.0134266838f : 0.00186713005f);
+  if constexpr (!ROUGH) p = p * r + 0.00901703071f;
+  p = p * r + (ROUGH ? 0.0522424728f : 0.0557999127f);
+  p = p * r + (ROUGH ? 0.241280198f : 0.240164444f);
+  p = p * r + (ROUGH ? 0.693044841f : 0.693151295f);
   p = p * r + 1.0f;
-#if RQ_LANES == 16
-  return (vf)_mm512_scalef_ps((__m512)p, (__m512)(x - r));
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
 #else
+  const vf shifted = x + kRounder, r = x - (shifted - kRounder);  // on [-1/2, 1/2]
+  vf p = splat(ROUGH ? 0.00958285294f : 0.00132647273f);
+  if constexpr (!ROUGH) p = p * r + 0.00967151299f;
+  p = p * r + (ROUGH ? 0.0559064262f : 0.0555073358f);
+  p = p * r + (ROUGH ? 0.240240991f : 0.240222424f);
+  p = p * r + (ROUGH ? 0.693124175f : 0.693147004f);
+  p = p * r + 1.0f;
   const vi power = as_i32(shifted) - (int32_t)0x4b400000;
   return x < -126.0f ? (vf){} : p * as_f32((power + 127) << 23);
 #endif
 }
+
+// To 3e-7.
+RQ_INLINE vf exp2_nonpositive(vf x) { return exp2_parts<false>(x); }
+
+// To 4e-6: for what is rounded to a byte or two afterwards.
+RQ_INLINE vf exp2_roughly(vf x) { return exp2_parts<true>(x); }
 
 // To the nearest integer, ties to even; for |x| < 2^22.
 RQ_INLINE vi round_to_i32(vf x) {

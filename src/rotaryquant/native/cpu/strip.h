@@ -5,8 +5,9 @@
 // values. 16 columns of a strip are a chunk of eight vectors, 64 * BITS bytes:
 //   keys:   lane 4i + j of vector 2q + h holds column 4q + j of row 16h + i
 //   values: lane 4i + j of vector v holds column i of row 4v + j
-// At 2 and 3 bits vector v has the low bits of its codes in field v % 4 of bytes [64 (v / 4), 64 (v / 4) + 64); at 3
-// bits the high ones in bit high_bit(v) of the 64 bytes that follow. At 4 bits: field v % 2 of 64-byte plane v / 2.
+// At 2, 4 and 8 bits 64-byte plane p has the next 8 / BITS vectors as fields from the lowest bit up. At 3 bits plane
+// p < 3 has vectors 2p and 2p + 1 in the low six bits of its bytes; the six bits above those of the three planes are
+// vectors 6 and 7. A field within the low six bits indexes a 64-entry table as it is.
 #pragma once
 
 #include "bytes.h"
@@ -18,8 +19,6 @@ namespace RQ_ISA {
 constexpr int64_t kChunkColumns = 16, kChunkVectors = 8, kVector = 64;
 
 RQ_INLINE int64_t chunk_bytes(int bits) { return kVector * bits; }
-
-constexpr int high_bit(int vector) { return (vector % 4 == 0 ? 2 : vector % 4 == 1 ? 4 : vector % 4 == 2 ? 0 : 6) + vector / 4; }
 
 // ---- between rows of bytes and vectors ------------------------------------------------------------------------
 
@@ -82,44 +81,48 @@ RQ_INLINE void scatter_chunk(const uint8_t* vectors, bool keys, uint8_t* rows, i
 // Whether 32 rows of this width are reordered when they are sealed.
 RQ_INLINE bool has_strips(int64_t width) { return width % kChunkColumns == 0; }
 
+// Vectors v of a chunk as fields of bytes, those of one plane or of what is left of three.
+RQ_INLINE vb field(const uint8_t* vectors, int v, int shift) {
+  return load_bytes(vectors + kVector * v) << (uint8_t)shift;
+}
+
 template <int BITS>
 RQ_INLINE void pack_chunk(const uint8_t* vectors, uint8_t* out) {
-  constexpr int size = BITS == 3 ? 2 : BITS, per_plane = 8 / size, planes = kChunkVectors / per_plane;
-  if constexpr (BITS == 8) {
-    memcpy(out, vectors, kChunkVectors * kVector);
-  } else {
-    for (int64_t at = 0; at < kVector; at += RQ_BYTES) {
-      vb high = {};
-      RQ_UNROLL for (int p = 0; p < planes; p++) {
+  for (int64_t at = 0; at < kVector; at += RQ_BYTES) {
+    const uint8_t* from = vectors + at;
+    if constexpr (BITS == 3) {
+      const vb rest = field(from, 6, 0) | field(from, 7, 3);
+      RQ_UNROLL for (int p = 0; p < 3; p++) {
+        const vb own = field(from, 2 * p, 0) | field(from, 2 * p + 1, 3);
+        store_bytes(out + kVector * p + at, own | (rest >> (uint8_t)(2 * p)) << (uint8_t)6);
+      }
+    } else {
+      constexpr int per_plane = 8 / BITS;
+      RQ_UNROLL for (int p = 0; p < BITS; p++) {
         vb plane = {};
-        RQ_UNROLL for (int f = 0; f < per_plane; f++) {
-          const int v = per_plane * p + f;
-          const vb codes = load_bytes(vectors + kVector * v + at);
-          plane |= (codes & (uint8_t)((1 << size) - 1)) << (uint8_t)(size * f);
-          if constexpr (BITS == 3) high |= (codes >> 2) << (uint8_t)high_bit(v);
-        }
+        RQ_UNROLL for (int f = 0; f < per_plane; f++) plane |= field(from, per_plane * p + f, BITS * f);
         store_bytes(out + kVector * p + at, plane);
       }
-      if constexpr (BITS == 3) store_bytes(out + kVector * planes + at, high);
     }
   }
 }
 
 template <int BITS>
 RQ_INLINE void unpack_chunk(const uint8_t* in, uint8_t* vectors) {
-  constexpr int size = BITS == 3 ? 2 : BITS, per_plane = 8 / size, planes = kChunkVectors / per_plane;
-  if constexpr (BITS == 8) {
-    memcpy(vectors, in, kChunkVectors * kVector);
-  } else {
-    for (int64_t at = 0; at < kVector; at += RQ_BYTES) {
-      RQ_UNROLL for (int v = 0; v < kChunkVectors; v++) {
-        const vb plane = load_bytes(in + kVector * (v / per_plane) + at);
-        vb codes = (plane >> (uint8_t)(size * (v % per_plane))) & (uint8_t)((1 << size) - 1);
-        if constexpr (BITS == 3) {
-          codes |= ((load_bytes(in + kVector * planes + at) >> (uint8_t)high_bit(v)) & (uint8_t)1) << 2;
-        }
-        store_bytes(vectors + kVector * v + at, codes);
+  constexpr uint8_t mask = (uint8_t)((1 << BITS) - 1);
+  for (int64_t at = 0; at < kVector; at += RQ_BYTES) {
+    vb rest = {};
+    RQ_UNROLL for (int p = 0; p < BITS; p++) {
+      constexpr int per_plane = BITS == 3 ? 2 : 8 / BITS;
+      const vb plane = load_bytes(in + kVector * p + at);
+      RQ_UNROLL for (int f = 0; f < per_plane; f++) {
+        store_bytes(vectors + kVector * (per_plane * p + f) + at, (plane >> (uint8_t)(BITS * f)) & mask);
       }
+      if constexpr (BITS == 3) rest |= (plane >> (uint8_t)6) << (uint8_t)(2 * p);
+    }
+    if constexpr (BITS == 3) {
+      store_bytes(vectors + kVector * 6 + at, rest & mask);
+      store_bytes(vectors + kVector * 7 + at, rest >> (uint8_t)3);
     }
   }
 }
@@ -156,9 +159,38 @@ RQ_INLINE void look_up_chunk(const LevelTable& table, uint8_t* vectors) {
 }
 
 #if RQ_LANES == 16
+// The planes of one chunk of sealed codes; at 3 bits the last one is made of what the others have left.
+template <int BITS>
+struct Planes {
+  __m512i at[BITS == 3 ? 4 : BITS];
+};
+
 // Bits of `yes` where the mask repeated in every byte is set, of `no` elsewhere.
 RQ_INLINE __m512i merge(int mask, __m512i yes, __m512i no) {
   return _mm512_ternarylogic_epi32(_mm512_set1_epi8((char)mask), yes, no, 0xca);
+}
+
+template <int BITS>
+RQ_INLINE Planes<BITS> load_planes(const uint8_t* in) {
+  Planes<BITS> planes;
+  RQ_UNROLL for (int p = 0; p < BITS; p++) planes.at[p] = _mm512_loadu_si512(in + kVector * p);
+  if constexpr (BITS == 3) {
+    const __m512i a = _mm512_srli_epi16(planes.at[0], 6), b = _mm512_srli_epi16(planes.at[1], 4);
+    planes.at[3] = merge(0x0f, merge(0x03, a, b), _mm512_srli_epi16(planes.at[2], 2));
+  }
+  return planes;
+}
+
+// Biased levels of vector v of a chunk, BITS <= 4. A field that reaches into the top two bits of its byte is shifted to
+// where another table of the same codes reads it.
+template <int BITS>
+RQ_INLINE __m512i level_vector(const LevelTable& table, const Planes<BITS>& planes, int v) {
+  constexpr int per_plane = 8 / BITS;
+  const int field = v % per_plane;
+  const __m512i plane = planes.at[v / per_plane];
+  if (BITS == 4 && field == 1) return _mm512_permutexvar_epi8(_mm512_srli_epi16(plane, 4), table.at[0]);
+  if (BITS == 2 && field == 3) return _mm512_permutexvar_epi8(_mm512_srli_epi16(plane, 2), table.at[2]);
+  return _mm512_permutexvar_epi8(plane, table.at[field]);
 }
 #endif
 
@@ -167,35 +199,14 @@ template <int BITS>
 RQ_INLINE void level_chunk(const LevelTable& table, const uint8_t* in, uint8_t* levels) {
   if constexpr (BITS == 8) {
     memcpy(levels, in, kChunkVectors * kVector);
-    return look_up_chunk<8>(table, levels);
+    look_up_chunk<8>(table, levels);
+    return;
   }
 #if RQ_LANES == 16
-  const __m512i* from = (const __m512i*)in;
-  __m512i* to = (__m512i*)levels;
-#define RQ_LEVELS(v, t, index) _mm512_storeu_si512(to + v, _mm512_permutexvar_epi8(index, table.at[t]))
-  if constexpr (BITS == 4) {
-    RQ_UNROLL for (int p = 0; p < 4; p++) {
-      const __m512i plane = _mm512_loadu_si512(from + p);
-      RQ_LEVELS(2 * p, 0, plane);
-      RQ_LEVELS(2 * p + 1, 0, _mm512_srli_epi16(plane, 4));
-    }
-  } else {
-    const __m512i high = BITS == 3 ? _mm512_loadu_si512(from + 2) : _mm512_setzero_si512();
-    RQ_UNROLL for (int p = 0; p < 2; p++) {
-      const __m512i low = _mm512_loadu_si512(from + p), last = _mm512_srli_epi16(low, 2);
-      if constexpr (BITS == 2) {
-        RQ_UNROLL for (int f = 0; f < 3; f++) RQ_LEVELS(4 * p + f, f, low);
-        RQ_LEVELS(4 * p + 3, 2, last);
-      } else {
-        const __m512i own = p ? _mm512_srli_epi16(high, 1) : high;
-        RQ_LEVELS(4 * p, 0, merge(0x03, low, own));
-        RQ_LEVELS(4 * p + 1, 1, merge(0x0c, low, own));
-        RQ_LEVELS(4 * p + 2, 2, merge(0x30, low, own));
-        RQ_LEVELS(4 * p + 3, 2, merge(0x30, last, _mm512_srli_epi16(high, 6 + p)));
-      }
-    }
+  const Planes<BITS> planes = load_planes<BITS>(in);
+  RQ_UNROLL for (int v = 0; v < kChunkVectors; v++) {
+    _mm512_storeu_si512(levels + kVector * v, level_vector<BITS>(table, planes, v));
   }
-#undef RQ_LEVELS
 #else
   unpack_chunk<BITS>(in, levels);
   look_up_chunk<BITS>(table, levels);

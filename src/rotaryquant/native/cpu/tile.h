@@ -36,12 +36,13 @@ struct Tile {
   float softcap, noise_score;             // in units of ln 2
   float* scores;                          // packed and narrow [lanes][kBlock], wide [kBlock][lanes]
   // Packed rows.
-  int8_t *q_high, *q_low;  // [lanes][key_columns], rotated queries as 128 * high + low steps; low only at 8 bits
+  // Rotated queries as 128 * high + low steps, [lanes / 4][key_columns / 4][4 rows][4]; low only at 8 bits.
+  int8_t *q_high, *q_low;
   float* q_step;           // [lanes], of `high`, times the scale
-  int32_t *q_high_sum, *q_low_sum;  // [groups][lanes]: kLevelBias times the sum of a group's queries
+  int32_t *q_high_bias, *q_low_bias;  // [groups][lanes]: what products with a group's columns start from
   uint8_t *levels, *codes;          // one strip of keys or kValueChunks chunks of values; one strip of codes
   LevelTable *key_table, *value_table;
-  int8_t *p_high, *p_low;           // [lanes][kBlock], probabilities as 128 * high + low steps
+  int8_t *p_high, *p_low;  // probabilities in the same way, [lanes / 4][kBlock / 4][4 rows][4]
   float* out;                       // [lanes][value_columns]
   // Exact rows: vectors along the width where there are few query rows (narrow), else along the query rows (wide).
   bool narrow;
@@ -80,7 +81,7 @@ RQ_INLINE int64_t lay_out(Tile& t, const AttentionArgs& args, int64_t count, cha
   t.key_columns = round_up(t.key_width, kChunkColumns);
   t.value_columns = round_up(t.value_width, kChunkColumns);
   Arena arena = {base, 0};
-  const int64_t lanes = round_up(t.lanes, VL);
+  const int64_t lanes = round_up(t.lanes, VL) + VL;  // four rows are read as a whole vector
   t.top = arena.take<float>(lanes);
   t.total = arena.take<float>(lanes);
   t.factor = arena.take<float>(lanes);
@@ -93,8 +94,8 @@ RQ_INLINE int64_t lay_out(Tile& t, const AttentionArgs& args, int64_t count, cha
     t.q_high = arena.take<int8_t>(t.lanes * t.key_columns);
     t.q_low = arena.take<int8_t>(t.lanes * t.key_columns);
     t.q_step = arena.take<float>(lanes);
-    t.q_high_sum = arena.take<int32_t>(groups * lanes);
-    t.q_low_sum = arena.take<int32_t>(groups * lanes);
+    t.q_high_bias = arena.take<int32_t>(groups * lanes);
+    t.q_low_bias = arena.take<int32_t>(groups * lanes);
     t.levels = arena.take<uint8_t>(larger(kStrip * t.key_columns, kValueChunks * kStrips * kChunkVectors * kVector));
     t.codes = arena.take<uint8_t>(kStrip * larger(t.key_columns, t.value_columns));
     t.key_table = arena.take<LevelTable>(1);
