@@ -8,6 +8,7 @@ on this machine at all.
 import importlib
 import logging
 from collections import Counter
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +30,7 @@ _loaded: dict[tuple[str, str], ModuleType] = {}
 _missing: dict[tuple[str, str], str | None] = {}
 
 
+@cache
 def kernels_of(op: str) -> tuple[str, ...]:
     """The op's kernels, best first: the names of the files beside its `__init__.py`."""
     names: tuple[str, ...] = importlib.import_module(f"rotaryquant.ops.{op}").KERNELS

@@ -5,6 +5,8 @@ touches memory; nothing here copies a tensor that it can describe.
 """
 
 import importlib
+import itertools
+import operator
 import weakref
 from functools import cache, lru_cache
 from types import ModuleType
@@ -158,19 +160,21 @@ def stream(item: PackedStream) -> Any:
     return _described(item)[2]
 
 
-#: Slab addresses, the reason against native code, and else the native description of living streams, by their id.
-_streams: dict[int, tuple[list[int], str | None, Any]] = {}
+#: Slabs, the reason against native code, and else the native description of living streams, by their id.
+_streams: dict[int, tuple[list[Tensor], str | None, Any]] = {}
 
 
-def _described(item: PackedStream) -> tuple[list[int], str | None, Any]:
-    """What is known of a stream; found anew when a slab was added or moved."""
-    addresses = [slab.data_ptr() for slab in item.codes] + [slab.data_ptr() for slab in item.scales]
+def _described(item: PackedStream) -> tuple[list[Tensor], str | None, Any]:
+    """What is known of a stream; found anew when a slab was added or replaced."""
     known = _streams.get(id(item))
+    if known is not None and len(known[0]) == len(item.codes) + len(item.scales):
+        if all(map(operator.is_, known[0], itertools.chain(item.codes, item.scales))):
+            return known
     if known is None:
         weakref.finalize(item, _streams.pop, id(item), None)
-    if known is None or known[0] != addresses:
-        reason = _stream_reason(item)
-        known = _streams[id(item)] = (addresses, reason, _describe(item) if reason is None else None)
+    reason = _stream_reason(item)
+    known = (item.codes + item.scales, reason, _describe(item) if reason is None else None)
+    _streams[id(item)] = known
     return known
 
 
@@ -212,6 +216,7 @@ def _stream_reason(item: PackedStream) -> str | None:
     return None
 
 
+@lru_cache(maxsize=_KEPT)
 def rotation_reason(item: Rotation) -> str | None:
     """Why this rotation has no native code path, or None."""
     if reason := not_on_cpu(signs=item.signs, blocks=item.blocks, matrix=item.matrix):

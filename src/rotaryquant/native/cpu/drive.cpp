@@ -29,6 +29,17 @@ void run_row_chunks(int64_t rows, int64_t width, int threads, const std::functio
   });
 }
 
+// out (+)= x * factor; a factor of zero adds nothing, whatever x is.
+void add_scaled(const float* __restrict x, float factor, int64_t width, bool first, float* __restrict out) {
+  if (factor == 0) {
+    if (first) std::fill(out, out + width, 0.0f);
+  } else if (first) {
+    for (int64_t i = 0; i < width; i++) out[i] = x[i] * factor;
+  } else {
+    for (int64_t i = 0; i < width; i++) out[i] += x[i] * factor;
+  }
+}
+
 // Sums of a row's shares on a common maximum, the learned sink logit in the denominator, divided by it.
 void join_row(const AttentionArgs& args, const AttentionPart* parts, int64_t shares, int64_t row, int64_t head,
               int64_t index) {
@@ -42,20 +53,25 @@ void join_row(const AttentionArgs& args, const AttentionPart* parts, int64_t sha
   }
   float* out = args.out + index * width;
   float* dense_out = args.dense_out ? args.dense_out + index * width : nullptr;
-  std::fill(out, out + width, 0.0f);
-  if (dense_out) std::fill(dense_out, dense_out + width, 0.0f);
-  if (!seen) return;
+  if (!seen) {
+    std::fill(out, out + width, 0.0f);
+    if (dense_out) std::fill(dense_out, dense_out + width, 0.0f);
+    return;
+  }
   const float common = args.sink_logits ? std::max(top, args.sink_logits[head]) : top;
   const float base = common == kNothing ? 0.0f : common;
   float total = args.sink_logits ? std::exp(args.sink_logits[head] - base) : 0.0f;
   for (int64_t s = 0; s < shares; s++) total += parts[s].total[row] * std::exp(parts[s].top[row] - base);
+  bool first = true, first_dense = true;
   for (int64_t s = 0; s < shares; s++) {
     const float factor = std::exp(parts[s].top[row] - base) / total;
-    if (factor == 0) continue;
-    for (int64_t i = 0; i < width; i++) out[i] += parts[s].out[row * width + i] * factor;
+    add_scaled(parts[s].out + row * width, factor, width, first, out);
+    first = false;
     if (!dense_out || !parts[s].dense_out) continue;
-    for (int64_t i = 0; i < width; i++) dense_out[i] += parts[s].dense_out[row * width + i] * factor;
+    add_scaled(parts[s].dense_out + row * width, factor, width, first_dense, dense_out);
+    first_dense = false;
   }
+  if (dense_out && first_dense) std::fill(dense_out, dense_out + width, 0.0f);
 }
 
 void join(const AttentionArgs& args, const AttentionUnit& unit, const AttentionPart* parts, int64_t shares) {

@@ -437,8 +437,6 @@ void add_block(const Tile& t, PackedKeys& s, const uint16_t* scales) {
 RQ_INLINE void round_queries(const Tile& t) {
   const AttentionArgs& args = *t.args;
   const int64_t groups = args.keys.codec.groups(), lanes = round_up(t.lanes, VL), columns = t.key_columns;
-  memset(t.q_high_bias, 0, (size_t)(groups * lanes) * sizeof(int32_t));
-  memset(t.q_low_bias, 0, (size_t)(groups * lanes) * sizeof(int32_t));
   const bool fine = args.keys.codec.bits == 8;
   const int64_t group = groups == 1 ? columns : args.keys.codec.group;
   float rows[4][kMaxPadded];
@@ -463,17 +461,24 @@ RQ_INLINE void round_queries(const Tile& t) {
       t.q_step[r] = largest / 127.0f * args.scale * kLog2E;
       steps[i] = (fine ? 127.0f * 128.0f : 127.0f) / largest;
     }
-    for (int64_t c = 0; c < columns; c += VL) {
-      vi upper[4], lower[4];
-      RQ_UNROLL for (int i = 0; i < 4; i++) {
-        const vi step = round_to_i32(load(rows[i] + c) * steps[i]);
-        upper[i] = fine ? (step + 64) >> 7 : step;
-        lower[i] = fine ? step - (upper[i] << 7) : (vi){};
-        t.q_high_bias[c / group * lanes + first + i] -= kLevelBias * sum_i32(upper[i]);
-        t.q_low_bias[c / group * lanes + first + i] -= kLevelBias * sum_i32(lower[i]);
+    for (int64_t g = 0; g < groups; g++) {
+      vi high_sum[4] = {}, low_sum[4] = {};
+      for (int64_t c = g * group; c < (g + 1) * group; c += VL) {
+        vi upper[4], lower[4];
+        RQ_UNROLL for (int i = 0; i < 4; i++) {
+          const vi step = round_to_i32(load(rows[i] + c) * steps[i]);
+          upper[i] = fine ? (step + 64) >> 7 : step;
+          lower[i] = fine ? step - (upper[i] << 7) : (vi){};
+          high_sum[i] += upper[i];
+          low_sum[i] += lower[i];
+        }
+        store_quads(t.q_high + first * columns + 4 * c, upper[0], upper[1], upper[2], upper[3]);
+        if (fine) store_quads(t.q_low + first * columns + 4 * c, lower[0], lower[1], lower[2], lower[3]);
       }
-      store_quads(t.q_high + first * columns + 4 * c, upper[0], upper[1], upper[2], upper[3]);
-      if (fine) store_quads(t.q_low + first * columns + 4 * c, lower[0], lower[1], lower[2], lower[3]);
+      for (int64_t i = 0; i < 4; i++) {
+        t.q_high_bias[g * lanes + first + i] = -kLevelBias * sum_i32(high_sum[i]);
+        t.q_low_bias[g * lanes + first + i] = -kLevelBias * sum_i32(low_sum[i]);
+      }
     }
   }
 }
