@@ -68,24 +68,28 @@ void write_part(const Tile& t, const AttentionPart& part, const float* weight) {
 }  // namespace
 
 int64_t attention_scratch(const AttentionArgs& args) {
-  Tile wide, narrow;
-  return larger(lay_out(wide, args, kTile, nullptr), lay_out(narrow, args, kNarrowRows, nullptr)) +
-         round_up((int64_t)sizeof(PackedKeys), 64) + (int64_t)sizeof(DenseKeys) + 64;
+  constexpr int64_t counts[] = {kTile, kNarrowRows, kPass};
+  int64_t most = 0;
+  for (int64_t count : counts) {
+    Tile tile;
+    most = larger(most, lay_out(tile, args, count, nullptr));
+  }
+  return most + round_up((int64_t)sizeof(Span), 64) + (int64_t)sizeof(DenseKeys) + 64;
 }
 
 void attention(const AttentionArgs& args, const AttentionUnit& unit, const AttentionPart& part, char* scratch) {
   Tile t;
   t.unit = &unit;
   const int64_t used = lay_out(t, args, unit.count, scratch);
-  PackedKeys& packed = *(PackedKeys*)(scratch + used);
-  DenseKeys& dense = *(DenseKeys*)(scratch + used + round_up((int64_t)sizeof(PackedKeys), 64));
+  Span& span = *(Span*)(scratch + used);
+  DenseKeys& dense = *(DenseKeys*)(scratch + used + round_up((int64_t)sizeof(Span), 64));
   load_queries(t);
   if (args.packed) memset(t.out, 0, (size_t)(t.lanes * t.value_columns) * sizeof(float));
   if (args.dense_out) memset(t.dense_out, 0, (size_t)(t.lanes * t.value_padded) * sizeof(float));
   float dense_top[kTile], weight[kTile];
   if (t.last_position >= 0 && unit.dense && args.dense_out) attend_dense(t, dense);
   for (int64_t r = 0; r < t.count; r++) dense_top[r] = t.top[r];
-  if (t.last_position >= 0 && args.packed) attend_packed(t, packed);
+  if (t.last_position >= 0 && args.packed) attend_packed(t, span);
   for (int64_t r = 0; r < t.count; r++) {
     const float shift = dense_top[r] == -kInfinity ? -kInfinity : dense_top[r] - t.top[r];
     weight[r] = exp2_nonpositive(splat(shift))[0];

@@ -23,15 +23,18 @@ RQ_INLINE vb load_bytes(const uint8_t* p) {
 }
 RQ_INLINE void store_bytes(uint8_t* p, vb v) { memcpy(p, &v, sizeof v); }
 
-// What is added to a level where it is stored as a byte: the VNNI product wants one side unsigned.
+// What is added to a key's level where it is stored as a byte: the VNNI product wants one side unsigned.
 #if RQ_LANES == 16
 constexpr int kLevelBias = 128;
 #else
 constexpr int kLevelBias = 0;
 #endif
 
+// The largest byte of a probability: unsigned where the product allows it.
+constexpr int kMostBytes = RQ_LANES == 16 ? 255 : 127;
+
 // acc[lane] += sum over j < 4 of (levels[4 * lane + j] - kLevelBias) * four[j], less what the bias adds: the caller
-// takes kLevelBias * (sum of all `four`) off at the end. `four`: signed bytes within -127 .. 127.
+// takes kLevelBias * (sum of all `four`) off. `four`: signed bytes within -127 .. 127.
 RQ_INLINE vi dot4(vi acc, vb levels, int32_t four) {
 #if RQ_LANES == 16
   return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)levels, _mm512_set1_epi32(four));
@@ -66,30 +69,42 @@ RQ_INLINE vi dot4(vi acc, vb levels, int32_t four) {
 #endif
 }
 
-// Four rows of signed bytes, interleaved as products want them: out[16 * i + 4 * r + j] is lane 4 * i + j of row r, of
-// integers within -128 .. 127.
-RQ_INLINE void store_quads(int8_t* out, vi a, vi b, vi c, vi d) {
+// The same with unbiased levels and bytes within 0 .. kMostBytes.
+RQ_INLINE vi dot4_weights(vi acc, vb levels, int32_t four) {
 #if RQ_LANES == 16
-  const __m512i ab = _mm512_packs_epi32((__m512i)a, (__m512i)b), cd = _mm512_packs_epi32((__m512i)c, (__m512i)d);
-  _mm512_storeu_si512((__m512i*)out, _mm512_packs_epi16(ab, cd));
-#elif RQ_LANES == 8
-  const __m256i ab = _mm256_packs_epi32((__m256i)a, (__m256i)b), cd = _mm256_packs_epi32((__m256i)c, (__m256i)d);
-  _mm256_storeu_si256((__m256i*)out, _mm256_packs_epi16(ab, cd));
-#elif defined(__SSE2__)
-  const __m128i ab = _mm_packs_epi32((__m128i)a, (__m128i)b), cd = _mm_packs_epi32((__m128i)c, (__m128i)d);
-  _mm_storeu_si128((__m128i*)out, _mm_packs_epi16(ab, cd));
-#elif defined(__aarch64__)
-  const int16x8_t ab = vcombine_s16(vmovn_s32((int32x4_t)a), vmovn_s32((int32x4_t)b));
-  const int16x8_t cd = vcombine_s16(vmovn_s32((int32x4_t)c), vmovn_s32((int32x4_t)d));
-  vst1q_s8(out, vcombine_s8(vmovn_s16(ab), vmovn_s16(cd)));
+  return (vi)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(four), (__m512i)levels);
 #else
-  const vi rows[4] = {a, b, c, d};
-  for (int l = 0; l < 16; l++) out[l] = (int8_t)rows[l / 4][l % 4];
+  return dot4(acc, levels, four);
 #endif
 }
 
-// Levels of 2^BITS codes (BITS <= 4) as biased bytes.
+// Four rows of bytes, interleaved as products want them: out[16 * i + 4 * r + j] is lane 4 * i + j of row r, of integers
+// within -127 .. 127, or 0 .. 255 where `weights`.
+RQ_INLINE void store_quads(uint8_t* out, vi a, vi b, vi c, vi d, bool weights) {
+#if RQ_LANES == 16
+  const __m512i ab = _mm512_packs_epi32((__m512i)a, (__m512i)b), cd = _mm512_packs_epi32((__m512i)c, (__m512i)d);
+  _mm512_storeu_si512((__m512i*)out, weights ? _mm512_packus_epi16(ab, cd) : _mm512_packs_epi16(ab, cd));
+#elif RQ_LANES == 8
+  const __m256i ab = _mm256_packs_epi32((__m256i)a, (__m256i)b), cd = _mm256_packs_epi32((__m256i)c, (__m256i)d);
+  _mm256_storeu_si256((__m256i*)out, weights ? _mm256_packus_epi16(ab, cd) : _mm256_packs_epi16(ab, cd));
+#elif defined(__SSE2__)
+  const __m128i ab = _mm_packs_epi32((__m128i)a, (__m128i)b), cd = _mm_packs_epi32((__m128i)c, (__m128i)d);
+  _mm_storeu_si128((__m128i*)out, weights ? _mm_packus_epi16(ab, cd) : _mm_packs_epi16(ab, cd));
+#elif defined(__aarch64__)
+  const int16x8_t ab = vcombine_s16(vmovn_s32((int32x4_t)a), vmovn_s32((int32x4_t)b));
+  const int16x8_t cd = vcombine_s16(vmovn_s32((int32x4_t)c), vmovn_s32((int32x4_t)d));
+  vst1q_s8((int8_t*)out, vcombine_s8(vmovn_s16(ab), vmovn_s16(cd)));
+  (void)weights;
+#else
+  const vi rows[4] = {a, b, c, d};
+  for (int l = 0; l < 16; l++) out[l] = (uint8_t)rows[l / 4][l % 4];
+  (void)weights;
+#endif
+}
+
+// Levels of 2^BITS codes as bytes, to which `bias` was added.
 struct LevelTable {
+  uint8_t bias;  // at 8 bits all that is used: a level is its code less 128
 #if RQ_LANES == 16
   // Indexed by six bits, of which at[f] uses field f.
   __m512i at[3];
@@ -98,16 +113,16 @@ struct LevelTable {
 #endif
 };
 
-RQ_INLINE uint8_t level_byte(float level) { return (uint8_t)((int)level + kLevelBias); }
-
 template <int BITS>
-RQ_INLINE LevelTable make_level_table(const float* levels) {
+RQ_INLINE LevelTable make_level_table(const float* levels, int bias) {
   LevelTable table;
+  table.bias = (uint8_t)bias;
+  if (BITS == 8) return table;
 #if RQ_LANES == 16
   uint8_t count[64], entries[64];
   for (int i = 0; i < 64; i++) {
     count[i] = (uint8_t)i;
-    entries[i] = level_byte(levels[i % (1 << BITS)]);
+    entries[i] = (uint8_t)((int)levels[i % (1 << BITS)] + bias);
   }
   const vb index = load_bytes(count), all = load_bytes(entries);
   RQ_UNROLL for (int t = 0; t < 3; t++) {
@@ -115,7 +130,7 @@ RQ_INLINE LevelTable make_level_table(const float* levels) {
     table.at[t] = _mm512_permutexvar_epi8((__m512i)code, (__m512i)all);
   }
 #else
-  for (int i = 0; i < 16; i++) table.entries[i] = level_byte(levels[i % (1 << BITS)]);
+  for (int i = 0; i < 16; i++) table.entries[i] = (uint8_t)((int)levels[i % (1 << BITS)] + bias);
 #endif
   return table;
 }

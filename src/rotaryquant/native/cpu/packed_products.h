@@ -1,5 +1,5 @@
-// Products of packed rows with a tile of query rows, in integers: levels and queries (or probabilities) are signed
-// bytes, sums are exact. Loops take at most kPass query rows at a time.
+// Products of packed rows with a tile of query rows, in integers: levels, queries and probabilities are bytes, sums are
+// exact. Loops take at most kPass query rows at a time.
 #pragma once
 
 #include "strip.h"
@@ -32,7 +32,7 @@ constexpr int64_t kPass = 8;
 
 // Rows of queries or probabilities are interleaved four by four, so that one address serves all of a product: four
 // bytes of row r from 4 * quad on lie at [r / 4 * stride + 16 * quad + 4 * (r % 4)].
-RQ_INLINE int32_t four_bytes(const int8_t* rows, int64_t stride, int64_t r, int64_t quad) {
+RQ_INLINE int32_t four_bytes(const uint8_t* rows, int64_t stride, int64_t r, int64_t quad) {
   int32_t four;
   memcpy(&four, rows + r / 4 * stride + 16 * quad + 4 * (r % 4), 4);
   return four;
@@ -46,15 +46,16 @@ struct Ahead {
 
 RQ_INLINE void fetch(Ahead ahead, int64_t step) { __builtin_prefetch(ahead.from + step * ahead.per_step); }
 
-// Loops of `key_products` over a strip and of `value_products` over a chunk, and with them how often each fetches for
-// every quad of columns or of rows.
+// So many strips before they are read.
+constexpr int64_t kAheadStrips = 4;
+
+// Loops of `key_products` over a strip, each of which fetches for every quad of columns.
 constexpr int64_t kKeyHalves = VL == 16 ? 2 : 1, kKeyLoops = kStrip / (kKeyHalves * VL);
-constexpr int64_t kValueLoops = kChunkColumns / VL;
 
 // dots[r][row] = levels of a strip's 32 rows times q[r], over columns [4 * begin, 4 * end), a multiple of 16.
 // bias: what each sum starts from, -kLevelBias times the sum of those columns of each q.
 template <int NR>
-RQ_INLINE void key_products(const uint8_t* levels, int64_t begin, int64_t end, const int8_t* q, int64_t stride,
+RQ_INLINE void key_products(const uint8_t* levels, int64_t begin, int64_t end, const uint8_t* q, int64_t stride,
                             const int32_t* bias, Ahead ahead, int32_t* dots) {
   constexpr int NH = kKeyHalves;                     // vectors of rows at a time
   constexpr int NU = NR <= 2 ? 4 : NR <= 4 ? 2 : 1;  // independent sums, to hide the latency of a product
@@ -87,27 +88,21 @@ RQ_INLINE void key_products(const uint8_t* levels, int64_t begin, int64_t end, c
 }
 
 // sums[r][chunk][column] = p[r] times levels of NC chunks (16 columns each) of `strips` strips.
-// levels: [NC][strips][8 vectors]; bias: what each sum starts from, -kLevelBias times the sum of each p.
+// levels: [NC][strips][8 vectors].
 template <int NR, int NC>
-RQ_INLINE void value_products(const uint8_t* levels, int64_t strips, const int8_t* p, int64_t stride,
-                              const int32_t* bias, Ahead ahead, int32_t* sums) {
+RQ_INLINE void value_products(const uint8_t* levels, int64_t strips, const uint8_t* p, int64_t stride, int32_t* sums) {
   constexpr int NU = NR * NC <= 4 ? 2 : 1;  // independent sums, to hide the latency of a product
-  for (int64_t loop = 0; loop < kValueLoops; loop++) {
-    const int64_t column = loop * VL;
+  for (int64_t column = 0; column < kChunkColumns; column += VL) {
     vi acc[NU][NR][NC] = {};
-    RQ_UNROLL for (int r = 0; r < NR; r++) {
-      RQ_UNROLL for (int c = 0; c < NC; c++) acc[0][r][c] = kLevelBias ? splat_i32(bias[r]) : (vi){};
-    }
     for (int64_t v = 0; v < strips * kChunkVectors; v += NU) {
       RQ_UNROLL for (int u = 0; u < NU; u++) {
-        fetch(ahead, loop * strips * kChunkVectors + v + u);
         vb level[NC];
         RQ_UNROLL for (int c = 0; c < NC; c++) {
           level[c] = load_bytes(levels + kVector * (c * strips * kChunkVectors + v + u) + 4 * column);
         }
         RQ_UNROLL for (int r = 0; r < NR; r++) {
           const int32_t four = four_bytes(p, stride, r, v + u);
-          RQ_UNROLL for (int c = 0; c < NC; c++) acc[u][r][c] = dot4(acc[u][r][c], level[c], four);
+          RQ_UNROLL for (int c = 0; c < NC; c++) acc[u][r][c] = dot4_weights(acc[u][r][c], level[c], four);
         }
       }
     }
@@ -129,7 +124,7 @@ RQ_INLINE void value_products(const uint8_t* levels, int64_t strips, const int8_
 
 // dots[r][row] as above, over all columns of one sealed strip of `chunks` chunks.
 template <int BITS, int NR>
-RQ_INLINE void key_code_products(const LevelTable& table, const uint8_t* codes, int64_t chunks, const int8_t* q,
+RQ_INLINE void key_code_products(const LevelTable& table, const uint8_t* codes, int64_t chunks, const uint8_t* q,
                                  int64_t stride, const int32_t* bias, Ahead ahead, int32_t* dots) {
   constexpr int NU = NR <= 2 ? 4 : NR <= 4 ? 2 : 1;
   vi acc[NU][NR][2] = {};
@@ -156,25 +151,27 @@ RQ_INLINE void key_code_products(const LevelTable& table, const uint8_t* codes, 
   }
 }
 
-// sums[r][chunk][column] as above, from NC chunks that follow each other in each of `strips` sealed strips.
+// sums[r][chunk][column] as above, from NC chunks at `offset` bytes of each of `strips` sealed strips. next: what will be
+// read after these, the chunks of kAheadStrips strips.
 template <int BITS, int NR, int NC>
-RQ_INLINE void value_code_products(const LevelTable& table, const uint8_t* codes, int64_t strip_bytes, int64_t strips,
-                                   const int8_t* p, int64_t stride, const int32_t* bias, Ahead ahead, int32_t* sums) {
+RQ_INLINE void value_code_products(const LevelTable& table, const uint8_t* const* codes, int64_t offset, int64_t strips,
+                                   const uint8_t* p, int64_t stride, const uint8_t* const* next, int64_t next_offset,
+                                   int32_t* sums) {
   constexpr int NU = NR * NC <= 2 ? 4 : NR * NC <= 6 ? 2 : 1;
   vi acc[NU][NR][NC] = {};
-  RQ_UNROLL for (int r = 0; r < NR; r++) {
-    RQ_UNROLL for (int c = 0; c < NC; c++) acc[0][r][c] = splat_i32(bias[r]);
-  }
-  for (int64_t strip = 0; strip < strips; strip++, codes += strip_bytes) {
+  for (int64_t strip = 0; strip < strips; strip++) {
+    const uint8_t* chunks = codes[strip] + offset;
+    const int64_t later = strip + kAheadStrips;
+    const Ahead ahead = {later < strips ? codes[later] + offset : next[later - strips] + next_offset, NC * BITS * 8};
     Planes<BITS> planes[NC];
-    RQ_UNROLL for (int c = 0; c < NC; c++) planes[c] = load_planes<BITS>(codes + c * chunk_bytes(BITS));
+    RQ_UNROLL for (int c = 0; c < NC; c++) planes[c] = load_planes<BITS>(chunks + c * chunk_bytes(BITS));
     RQ_UNROLL for (int v = 0; v < kChunkVectors; v++) {
       vb level[NC];
       RQ_UNROLL for (int c = 0; c < NC; c++) level[c] = (vb)level_vector<BITS>(table, planes[c], v);
-      fetch(ahead, strip * kChunkVectors + v);
+      fetch(ahead, v);
       RQ_UNROLL for (int r = 0; r < NR; r++) {
         const int32_t four = four_bytes(p, stride, r, strip * kChunkVectors + v);
-        RQ_UNROLL for (int c = 0; c < NC; c++) acc[v % NU][r][c] = dot4(acc[v % NU][r][c], level[c], four);
+        RQ_UNROLL for (int c = 0; c < NC; c++) acc[v % NU][r][c] = dot4_weights(acc[v % NU][r][c], level[c], four);
       }
     }
   }

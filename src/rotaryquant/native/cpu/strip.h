@@ -146,14 +146,14 @@ RQ_INLINE void unpack_strip(const uint8_t* in, int64_t width, bool keys, uint8_t
   }
 }
 
-// ---- vectors of biased levels ---------------------------------------------------------------------------------
+// ---- vectors of levels ---------------------------------------------------------------------------------
 
-// Eight vectors of codes become vectors of biased levels. At 8 bits a level is its code less 128.
+// Eight vectors of codes become vectors of levels.
 template <int BITS>
 RQ_INLINE void look_up_chunk(const LevelTable& table, uint8_t* vectors) {
   for (int64_t at = 0; at < kChunkVectors * kVector; at += RQ_BYTES) {
     const vb codes = load_bytes(vectors + at);
-    if constexpr (BITS == 8) store_bytes(vectors + at, codes ^ (uint8_t)(kLevelBias ? 0 : 128));
+    if constexpr (BITS == 8) store_bytes(vectors + at, codes + (uint8_t)(table.bias - 128));
     else store_bytes(vectors + at, look_up(table, codes));
   }
 }
@@ -181,7 +181,7 @@ RQ_INLINE Planes<BITS> load_planes(const uint8_t* in) {
   return planes;
 }
 
-// Biased levels of vector v of a chunk, BITS <= 4. A field that reaches into the top two bits of its byte is shifted to
+// Levels of vector v of a chunk, BITS <= 4. A field that reaches into the top two bits of its byte is shifted to
 // where another table of the same codes reads it.
 template <int BITS>
 RQ_INLINE __m512i level_vector(const LevelTable& table, const Planes<BITS>& planes, int v) {
@@ -194,7 +194,7 @@ RQ_INLINE __m512i level_vector(const LevelTable& table, const Planes<BITS>& plan
 }
 #endif
 
-// Levels of one chunk, eight vectors of biased bytes.
+// Levels of one chunk, eight vectors of bytes.
 template <int BITS>
 RQ_INLINE void level_chunk(const LevelTable& table, const uint8_t* in, uint8_t* levels) {
   if constexpr (BITS == 8) {

@@ -1,0 +1,121 @@
+// Packed blocks that attention takes at a time, as strips of codes and rows of scales.
+#pragma once
+
+#include "codes.h"
+#include "tile.h"
+
+namespace rq {
+namespace RQ_ISA {
+
+constexpr int64_t kSpanStrips = kSpanBlocks * kStrips;
+
+// Keys are counted from the first of a span's blocks; rows outside [first, last) have scales of zero.
+struct Span {
+  int64_t first, last;  // keys that can still be seen
+  int64_t begin, end;   // the same in whole strips
+  int64_t filled;       // keys that hold codes
+  bool sealed;          // all strips up to `end` are
+  // Codes of each strip and of those that follow, to be fetched ahead; where none follow, of the last again.
+  const uint8_t *key_strips[kSpanStrips + kAheadStrips], *value_strips[kSpanStrips + kAheadStrips];
+  const uint16_t *key_scales[kSpanBlocks], *value_scales[kSpanBlocks];
+  int32_t positions[kSpan];
+  float weight[kTile + VL];  // of each query row: the span's largest logit on the running maximum
+};
+
+static_assert(kAheadStrips <= kStrips, "one block after the span is looked up");
+
+RQ_INLINE void list_strips(const Stream& stream, const uint8_t* block, int64_t count, const uint8_t** strips) {
+  for (int64_t i = 0; i < count; i++) strips[i] = block + i * kStrip * stream.code_row;
+}
+
+// The blocks from `index` on that are taken together, at most `most`. A block with rows that are not sealed stays alone.
+RQ_INLINE int64_t open_span(const AttentionArgs& args, const AttentionUnit& unit, int64_t packed_len, int64_t index,
+                            int64_t most, Span& s) {
+  const Stream &keys = args.keys, &values = args.values;
+  const bool reordered = has_strips(keys.codec.width) && has_strips(values.codec.width);
+  const int32_t* table = args.block_table + unit.batch * args.max_blocks;
+  const int64_t left = unit.block_end - index;
+  int64_t blocks = 0;
+  do {
+    const int64_t rows = smaller(kBlock, packed_len - (index + blocks) * kBlock), block = table[index + blocks];
+    s.sealed = reordered && rows % kStrip == 0;
+    if (!s.sealed && blocks > 0) {
+      s.sealed = true;
+      break;
+    }
+    list_strips(keys, keys.code_rows(block, unit.kv_head), kStrips, s.key_strips + blocks * kStrips);
+    list_strips(values, values.code_rows(block, unit.kv_head), kStrips, s.value_strips + blocks * kStrips);
+    s.key_scales[blocks] = keys.scale_rows(block, unit.kv_head);
+    s.value_scales[blocks] = values.scale_rows(block, unit.kv_head);
+    s.filled = blocks * kBlock + rows;
+    blocks++;
+  } while (s.sealed && blocks < smaller(most, left));
+  const int64_t next = table[index + smaller(blocks, left - 1)], at = blocks * kStrips;
+  list_strips(keys, keys.code_rows(next, unit.kv_head), kAheadStrips, s.key_strips + at);
+  list_strips(values, values.code_rows(next, unit.kv_head), kAheadStrips, s.value_strips + at);
+  return blocks;
+}
+
+// ---- levels ---------------------------------------------------------------------------------------------------
+
+// Codes of an open strip as rows of bytes, zeros where there are none.
+template <int BITS>
+RQ_INLINE void open_codes(const Stream& stream, const uint8_t* strip, int64_t rows, int64_t columns, uint8_t* codes) {
+  memset(codes, 0, (size_t)(kStrip * columns));
+  for (int64_t r = 0; r < rows; r++) {
+    unpack_canonical<BITS>(strip + r * stream.code_row, stream.codec.width, codes + r * columns);
+  }
+}
+
+// Levels of `chunks` chunks of a strip with `rows` rows from `chunk` on, those of one chunk `step` bytes after those of
+// the last.
+template <int BITS>
+RQ_INLINE void strip_levels(const LevelTable& table, const Stream& stream, const uint8_t* strip, int64_t rows,
+                            int64_t columns, int64_t chunk, int64_t chunks, uint8_t* codes, uint8_t* levels,
+                            int64_t step) {
+  if (rows >= kStrip && has_strips(stream.codec.width)) {
+    const uint8_t* in = strip + chunk * chunk_bytes(BITS);
+    for (int64_t c = 0; c < chunks; c++) level_chunk<BITS>(table, in + c * chunk_bytes(BITS), levels + c * step);
+    return;
+  }
+  open_codes<BITS>(stream, strip, smaller(rows, kStrip), columns, codes);
+  for (int64_t c = 0; c < chunks; c++) {
+    gather_chunk(codes + (chunk + c) * kChunkColumns, columns, stream.codec.keys, levels + c * step);
+    look_up_chunk<BITS>(table, levels + c * step);
+  }
+}
+
+// Whether products are made from codes: where the levels would not be used again.
+template <int BITS>
+RQ_INLINE bool from_codes(const Tile& t, const Span& s) {
+  return RQ_LANES == 16 && BITS <= 4 && t.count <= kPass && s.sealed;
+}
+
+// ---- scales ---------------------------------------------------------------------------------------------------
+
+// VL scales of one block, one after the other or not.
+RQ_INLINE vf load_scales(const Stream& stream, const uint16_t* from) {
+  uint16_t gathered[VL];
+  const uint16_t* bits = from;
+  if (stream.scale_row != 1) {
+    for (int64_t i = 0; i < VL; i++) gathered[i] = from[i * stream.scale_row];
+    bits = gathered;
+  }
+  return stream.codec.scale_dtype == Dtype::bf16 ? load_bf16(bits) : load_f16(bits);
+}
+
+// Scales of a span's rows for one group of columns, zeros outside [first, last).
+RQ_INLINE void row_scales(const Stream& stream, const uint16_t* const* blocks, const Span& s, int64_t group,
+                          float* out) {
+  for (int64_t start = s.begin / kBlock * kBlock; start < s.end; start += kBlock) {
+    const uint16_t* from = blocks[start / kBlock] + group * stream.scale_group;
+    for (int64_t k = larger(start, s.begin); k < smaller(start + kBlock, s.end); k += VL) {
+      store(out + k, load_scales(stream, from + (k - start) * stream.scale_row));
+    }
+  }
+  for (int64_t k = s.begin; k < s.first; k++) out[k] = 0;
+  for (int64_t k = s.last; k < s.end; k++) out[k] = 0;
+}
+
+}  // namespace RQ_ISA
+}  // namespace rq
