@@ -47,7 +47,7 @@ struct Ahead {
 RQ_INLINE void fetch(Ahead ahead, int64_t step) { __builtin_prefetch(ahead.from + step * ahead.per_step); }
 
 // So many strips before they are read.
-constexpr int64_t kAheadStrips = 4;
+constexpr int64_t kAheadStrips = 8;
 
 // Loops of `key_products` over a strip, each of which fetches for every quad of columns.
 constexpr int64_t kKeyHalves = VL == 16 ? 2 : 1, kKeyLoops = kStrip / (kKeyHalves * VL);

@@ -364,26 +364,24 @@ RQ_INLINE Exp exp_parts(vf x) {
 }
 
 // 2^x for x <= 0 as a polynomial of least relative error that is 1 at 0, times a power of two; exactly 0 far below,
-// -infinity included. NaN stays NaN. ROUGH: one term less.
+// -infinity included. NaN stays NaN. ROUGH: of degree 3, else 5.
 template <bool ROUGH>
 RQ_INLINE vf exp2_parts(vf x) {
 #if RQ_LANES == 16
   // On [0, 1): the power is the floor of x, which scalef takes itself.
   const vf r = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // 0 for -infinity
-  vf p = splat(ROUGH ? 0.0134266838f : 0.00186713005f);
-  if constexpr (!ROUGH) p = p * r + 0.00901703071f;
-  p = p * r + (ROUGH ? 0.0522424728f : 0.0557999127f);
-  p = p * r + (ROUGH ? 0.241280198f : 0.240164444f);
-  p = p * r + (ROUGH ? 0.693044841f : 0.693151295f);
+  vf p = ROUGH ? splat(0.0770670399f) : splat(0.00186713005f) * r + 0.00901703071f;
+  if constexpr (!ROUGH) p = p * r + 0.0557999127f;
+  p = p * r + (ROUGH ? 0.227644995f : 0.240164444f);
+  p = p * r + (ROUGH ? 0.695116758f : 0.693151295f);
   p = p * r + 1.0f;
   return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
 #else
   const vf shifted = x + kRounder, r = x - (shifted - kRounder);  // on [-1/2, 1/2]
-  vf p = splat(ROUGH ? 0.00958285294f : 0.00132647273f);
-  if constexpr (!ROUGH) p = p * r + 0.00967151299f;
-  p = p * r + (ROUGH ? 0.0559064262f : 0.0555073358f);
-  p = p * r + (ROUGH ? 0.240240991f : 0.240222424f);
-  p = p * r + (ROUGH ? 0.693124175f : 0.693147004f);
+  vf p = ROUGH ? splat(0.0550089329f) : splat(0.00132647273f) * r + 0.00967151299f;
+  if constexpr (!ROUGH) p = p * r + 0.0555073358f;
+  p = p * r + (ROUGH ? 0.242210954f : 0.240222424f);
+  p = p * r + (ROUGH ? 0.693282902f : 0.693147004f);
   p = p * r + 1.0f;
   const vi power = as_i32(shifted) - (int32_t)0x4b400000;
   return x < -126.0f ? (vf){} : p * as_f32((power + 127) << 23);
@@ -393,7 +391,7 @@ RQ_INLINE vf exp2_parts(vf x) {
 // To 3e-7.
 RQ_INLINE vf exp2_nonpositive(vf x) { return exp2_parts<false>(x); }
 
-// To 4e-6: for what is rounded to a byte or two afterwards.
+// To 1e-4: for what is rounded to a byte or two afterwards.
 RQ_INLINE vf exp2_roughly(vf x) { return exp2_parts<true>(x); }
 
 // To the nearest integer, ties to even; for |x| < 2^22.

@@ -22,10 +22,9 @@ struct Span {
   float weight[kTile + VL];  // of each query row: the span's largest logit on the running maximum
 };
 
-static_assert(kAheadStrips <= kStrips, "one block after the span is looked up");
-
-RQ_INLINE void list_strips(const Stream& stream, const uint8_t* block, int64_t count, const uint8_t** strips) {
-  for (int64_t i = 0; i < count; i++) strips[i] = block + i * kStrip * stream.code_row;
+RQ_INLINE void list_strips(const Stream& stream, int64_t block, int64_t head, const uint8_t** strips) {
+  const uint8_t* codes = stream.code_rows(block, head);
+  for (int64_t i = 0; i < kStrips; i++) strips[i] = codes + i * kStrip * stream.code_row;
 }
 
 // The blocks from `index` on that are taken together, at most `most`. A block with rows that are not sealed stays alone.
@@ -43,16 +42,18 @@ RQ_INLINE int64_t open_span(const AttentionArgs& args, const AttentionUnit& unit
       s.sealed = true;
       break;
     }
-    list_strips(keys, keys.code_rows(block, unit.kv_head), kStrips, s.key_strips + blocks * kStrips);
-    list_strips(values, values.code_rows(block, unit.kv_head), kStrips, s.value_strips + blocks * kStrips);
+    list_strips(keys, block, unit.kv_head, s.key_strips + blocks * kStrips);
+    list_strips(values, block, unit.kv_head, s.value_strips + blocks * kStrips);
     s.key_scales[blocks] = keys.scale_rows(block, unit.kv_head);
     s.value_scales[blocks] = values.scale_rows(block, unit.kv_head);
     s.filled = blocks * kBlock + rows;
     blocks++;
   } while (s.sealed && blocks < smaller(most, left));
-  const int64_t next = table[index + smaller(blocks, left - 1)], at = blocks * kStrips;
-  list_strips(keys, keys.code_rows(next, unit.kv_head), kAheadStrips, s.key_strips + at);
-  list_strips(values, values.code_rows(next, unit.kv_head), kAheadStrips, s.value_strips + at);
+  for (int64_t i = blocks; i < blocks + kAheadStrips / kStrips; i++) {
+    const int64_t next = table[index + smaller(i, left - 1)];
+    list_strips(keys, next, unit.kv_head, s.key_strips + i * kStrips);
+    list_strips(values, next, unit.kv_head, s.value_strips + i * kStrips);
+  }
   return blocks;
 }
 
