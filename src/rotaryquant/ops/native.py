@@ -4,11 +4,13 @@ The native module takes addresses, shapes and strides, and checks every range ag
 touches memory; nothing here copies a tensor that it can describe.
 """
 
+import ctypes
 import importlib
 import itertools
 import operator
 import weakref
 from functools import cache, lru_cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -58,7 +60,26 @@ def _load() -> tuple[ModuleType | None, str | None]:
             f"{', '.join(available)}; name one of them, or unset it for the first"
         )
     loaded.use_instruction_set(wanted or available[0])
+    loaded.borrow_threads(_parallel_of_torch() or 0)
     return loaded, None
+
+
+def _parallel_of_torch() -> int | None:
+    """Address of GOMP_parallel in the OpenMP runtime that this process has loaded with torch, or None.
+
+    Its threads stay awake for a while after each of torch's own loops: threads of ours would wait for a processor.
+    """
+    maps = Path("/proc/self/maps")
+    if not maps.exists():  # not Linux
+        return None
+    names = {line.split(maxsplit=5)[-1].strip() for line in maps.read_text().splitlines() if "libgomp" in line}
+    if len(names) != 1:  # with two runtimes there is no telling which one torch uses
+        return None
+    try:
+        parallel = ctypes.CDLL(names.pop()).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(parallel, ctypes.c_void_p).value
 
 
 def missing() -> str | None:

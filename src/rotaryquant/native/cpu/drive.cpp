@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <memory>
 
 #include "pool.h"
 
@@ -113,14 +114,17 @@ std::vector<AttentionUnit> tiles(const AttentionArgs& args) {
   return units;
 }
 
-// Shares of each tile's keys, where there are too few tiles to keep all threads busy to the end; at least 8 blocks
-// a share.
+// Shares of each tile's keys: the fewest of which no thread gets over an eighth more than its part, each at least eight
+// blocks. A share starts without a sum to tell what matters little (packed_values.h), so that more of them cost more.
 int64_t shares_per_tile(const AttentionArgs& args, int64_t num_tiles, int threads) {
-  const int64_t wanted = threads > 1 ? 4 * threads : 1;
-  if (num_tiles >= wanted) return 1;
   int64_t longest = 0;
   for (int64_t b = 0; b < args.batch; b++) longest = std::max(longest, packed_blocks(args, b));
-  return std::max<int64_t>(1, std::min(divide_up(wanted, num_tiles), longest / 8));
+  int64_t shares = 1;
+  for (; shares < longest / 8; shares++) {
+    const int64_t units = num_tiles * shares;
+    if (8 * divide_up(units, threads) * threads <= 9 * units) break;
+  }
+  return shares;
 }
 
 // Values a call handles: unpacking every key counts once, its products once per four query rows.
@@ -199,8 +203,8 @@ void run_attention(const AttentionArgs& args, int threads) {
     });
     return;
   }
-  const int64_t stride = part_floats(args, kTile);
-  std::vector<float> memory(static_cast<size_t>(num_tiles * shares * stride));
+  const int64_t stride = part_floats(args, units[0].count);  // the first tile has as many rows as any
+  const std::unique_ptr<float[]> memory(new float[static_cast<size_t>(num_tiles * shares * stride)]);
   std::vector<AttentionPart> parts(static_cast<size_t>(num_tiles * shares));
   parallel_for(num_tiles * shares, threads, [&](int64_t i) {
     AttentionUnit unit = units[static_cast<size_t>(i / shares)];
@@ -208,7 +212,7 @@ void run_attention(const AttentionArgs& args, int threads) {
     unit.block_begin = blocks * share / shares;
     unit.block_end = blocks * (share + 1) / shares;
     unit.dense = share == shares - 1;
-    parts[static_cast<size_t>(i)] = part_at(args, unit.count, memory.data() + i * stride);
+    parts[static_cast<size_t>(i)] = part_at(args, unit.count, memory.get() + i * stride);
     kernel.attention(args, unit, parts[static_cast<size_t>(i)], thread_scratch(scratch));
   });
   for (int64_t i = 0; i < num_tiles; i++) {

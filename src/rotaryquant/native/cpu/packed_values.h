@@ -7,12 +7,13 @@
 namespace rq {
 namespace RQ_ISA {
 
-// Where a span's largest probability weighs at most this much of what a query row has summed so far, one byte of it is
-// enough, since the error of rounding is at most that much less again by twice the steps of a byte. Each row decides for
-// itself, so that its result does not depend on its neighbours.
-constexpr float kCoarseWeight = 1.0f / 64;
-
+// The largest byte of a probability.
 constexpr float kMost = (float)kMostBytes;
+
+// Where a span's largest probability weighs at most this much of what a query row has summed so far, one byte of it is
+// enough: each of its keys errs by at most half a step, 1/254 or 1/510 of that. Each row decides for itself, so that its
+// result does not depend on its neighbours.
+constexpr float kCoarseWeight = 1.0f / 64;
 
 // ---- probabilities --------------------------------------------------------------------------------------------
 

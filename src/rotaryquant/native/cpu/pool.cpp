@@ -97,18 +97,48 @@ class Pool {
 
 // Never destroyed: its workers wait in it until the process ends.
 std::atomic<Pool*> current{nullptr};
+std::atomic<Parallel> borrowed{nullptr};
+
+// A child of fork has the memory of all threads but none of them, and perhaps a locked mutex: it forgets them.
+void forget_threads_in_children() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] {
+    current.store(nullptr);
+    borrowed.store(nullptr);
+  });
+  (void)registered;
+}
 
 Pool& pool() {
   if (Pool* existing = current.load()) return *existing;
-  // A child of fork has the memory of this pool but none of its threads, and perhaps a locked mutex: it forgets it.
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { current.store(nullptr); });
-  (void)registered;
+  forget_threads_in_children();
   Pool* made = new Pool;
   Pool* expected = nullptr;
   if (current.compare_exchange_strong(expected, made)) return *made;
   delete made;
   return *expected;
 }
+
+// One loop on borrowed threads, each of which takes indices until there are none.
+struct Loop {
+  Loop(const std::function<void(int64_t)>& body_, int64_t count_) : body(body_), count(count_) {}
+
+  const std::function<void(int64_t)>& body;
+  const int64_t count;
+  std::atomic<int64_t> next{0};
+  std::mutex mutex;
+  std::exception_ptr failure;
+
+  static void work(void* self) {
+    Loop& loop = *static_cast<Loop*>(self);
+    try {
+      for (int64_t i; (i = loop.next.fetch_add(1)) < loop.count;) loop.body(i);
+    } catch (...) {
+      loop.next = loop.count;
+      std::lock_guard<std::mutex> lock(loop.mutex);
+      loop.failure = std::current_exception();
+    }
+  }
+};
 
 struct Scratch {
   char* data = nullptr;
@@ -118,9 +148,22 @@ struct Scratch {
 
 }  // namespace
 
+void borrow_threads(Parallel parallel) {
+  forget_threads_in_children();
+  borrowed.store(parallel);
+}
+
 void parallel_for(int64_t count, int threads, const std::function<void(int64_t)>& body) {
   const int useful = count < threads ? static_cast<int>(count) : threads;
-  if (useful > 1 && pool().run(count, useful, body)) return;
+  if (useful > 1) {
+    if (const Parallel parallel = borrowed.load()) {
+      Loop loop(body, count);
+      parallel(&Loop::work, &loop, static_cast<unsigned>(useful), 0);
+      if (loop.failure) std::rethrow_exception(loop.failure);
+      return;
+    }
+    if (pool().run(count, useful, body)) return;
+  }
   for (int64_t i = 0; i < count; i++) body(i);
 }
 
