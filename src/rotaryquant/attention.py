@@ -144,8 +144,9 @@ def _count(layer: PackedLayer, rows: int, window: int, counters: Counters) -> No
     if torch.compiler.is_compiling():
         return
     sinks, packed_any = layer.config.sinks, False
-    for row, seq_len in zip(layer.rows, layer.seq_lens(), strict=True):
-        begin, end = min(sinks, row.packed_len), row.packed_len
+    for row in layer.rows:
+        seq_len, end = max(0, layer.columns - row.pad), row.packed_len
+        begin = min(sinks, end)
         packed = visible_pairs(rows, seq_len, begin, end, window)
         counters.packed_reads += packed
         counters.dense_reads += visible_pairs(rows, seq_len, 0, seq_len, window) - packed

@@ -42,6 +42,8 @@ def visible_pairs(rows: int, seq_len: int, begin: int, end: int, window: int = 0
 
     window: if > 0, a query sees only its last `window` positions.
     """
+    if rows == 1 and seq_len > 0:  # a step: no loops
+        return max(0, min(end, seq_len) - max(begin, seq_len - window if window > 0 else 0))
     total = 0
     first = max(0, seq_len - rows)
     if window == 0:

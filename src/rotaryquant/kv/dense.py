@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rotaryquant.formats.kv import BLOCK
+from rotaryquant.kv.modes import making, writing
 
 
 def _round_up(count: int) -> int:
@@ -19,7 +20,8 @@ class DenseRows:
     """Exact keys and values of `batch` rows, staged columns [start, start + count).
 
     keys, values: [batch, num_kv_heads, num_sinks + capacity, width] in the model's dtype.
-    positions: int32 [batch, num_sinks + capacity], each slot's position, -1 where it holds nothing to read.
+    positions: int32 [batch, num_sinks + capacity], each slot's position, -1 where nothing may be read from it. Slots
+    that no column fills yet have the position that one would get. placed: whether that is so since the last move.
     """
 
     def __init__(self, num_sinks: int) -> None:
@@ -29,6 +31,7 @@ class DenseRows:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.positions: Tensor = torch.zeros(0, 0, dtype=torch.int32)
+        self.placed = False
 
     @property
     def end(self) -> int:
@@ -58,32 +61,37 @@ class DenseRows:
             positions[:, :sinks] = self.positions[:, :sinks]
             positions[:, sinks : sinks + columns] = self.positions[:, sinks + first : sinks + first + columns]
         self.keys, self.values, self.positions = new[0], new[1], positions
+        self.placed = False
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Stage new columns; their positions stay unset until `place`.
+        """Stage new columns.
 
-        keys, values: [batch, num_kv_heads, columns, width]. A full buffer grows to the next multiple of 128.
+        keys, values: [batch, num_kv_heads, columns, width], without a graph. A full buffer grows to the next multiple of
+        128, and wants `place` before it is read.
         """
         columns = keys.shape[2]
         needed = self.count + columns
         if self.keys is None or needed > self.capacity:
-            self._resize(keys, values, 0, self.count, _round_up(needed))
+            with making(self.keys):
+                self._resize(keys, values, 0, self.count, _round_up(needed))
         assert self.keys is not None
         assert self.values is not None
         begin = self.num_sinks + self.count
-        self.keys.narrow(2, begin, columns).copy_(keys)
-        self.values.narrow(2, begin, columns).copy_(values)
+        with writing(self.keys):
+            self.keys.narrow(2, begin, columns).copy_(keys)
+            self.values.narrow(2, begin, columns).copy_(values)
         self.count = needed
 
-    def place(self, pads: list[int], packed_lens: list[int], first: int = 0) -> None:
-        """Set the positions of staged columns from `first` on: column minus pads, -1 for pads and packed rows."""
-        held, end = self.positions.numpy(), self.num_sinks + self.count
+    def place(self, pads: list[int], packed_lens: list[int]) -> None:
+        """Set the positions of all columns' slots: column minus pads, -1 for pads and packed rows."""
+        held, size = self.positions.numpy(), self.capacity
         for row, (pad, packed) in enumerate(zip(pads, packed_lens, strict=True)):
-            hidden = min(max(pad + packed - self.start, first), self.count)  # columns that pads or packed rows take
-            held[row, self.num_sinks + first : self.num_sinks + hidden] = -1
-            begin = self.start + hidden - pad
-            held[row, self.num_sinks + hidden : end] = np.arange(begin, begin + self.count - hidden)
-            held[row, end:] = -1
+            hidden = min(max(pad + packed - self.start, 0), size)  # columns that pads or packed rows take
+            slots = held[row, self.num_sinks :]
+            slots[:hidden] = -1
+            first = self.start + hidden - pad
+            slots[hidden:] = np.arange(first, first + size - hidden)
+        self.placed = True
 
     def keep_sinks(self, row: int, pad: int, begin: int, end: int) -> None:
         """Copy positions [begin, end) of a batch row from its staged columns into its sink slots."""
@@ -112,7 +120,7 @@ class DenseRows:
         """Forget staged columns from `end` on."""
         self.count = max(0, min(self.count, end - self.start))
         self.start = min(self.start, end)
-        self.positions[:, self.num_sinks + self.count :] = -1
+        self.placed = False  # rows may have lost packed positions too
 
     def select(self, index: Tensor) -> None:
         """Rows `index` of the batch, in that order."""
@@ -161,7 +169,7 @@ class DenseRows:
         """Keys, values and positions of all slots in use (views), or Nones where nothing is exact."""
         if self.keys is None or self.values is None:
             return None, None, None
-        if self.count == 0 and int(self.positions.numpy().max(initial=-1)) < 0:
+        if self.count == 0 and int(self.positions.numpy()[:, : self.num_sinks].max(initial=-1)) < 0:
             return None, None, None
         used = self.num_sinks + self.count
         return self.keys.narrow(2, 0, used), self.values.narrow(2, 0, used), self.positions.narrow(1, 0, used)

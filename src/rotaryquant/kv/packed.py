@@ -54,7 +54,6 @@ class PackedLayer(PackedRows):
 
     # ---- what the model sees -------------------------------------------------------------------------------
 
-    @editable_tensors
     def update(self, keys: Tensor, values: Tensor) -> None:
         """Stage the keys and values of new columns.
 
@@ -72,27 +71,28 @@ class PackedLayer(PackedRows):
         self._fresh = keys.shape[2]
         self.columns += self._fresh
 
-    @editable_tensors
     def settle(self, pads: list[int] | None) -> None:
         """Tell the layer the left pads of each row, after `update` and before `view`.
 
         Raises ValueError if they differ from those of earlier columns.
         """
         before = self.columns - self._fresh
-        for index, row in enumerate(self.rows):
-            pad = pads[index] if pads is not None else row.pad
-            if pad != row.pad and row.pad < before:
+        for row, pad in zip(self.rows, pads or (), strict=pads is not None):
+            if pad == row.pad:
+                continue
+            if row.pad < before:
                 raise ValueError(
-                    f"layer {self.layer}: attention_mask gives row {index} {pad} left pads, but the cache was filled "
-                    f"with {row.pad}; pass the mask of the whole sequence, padded on the left"
+                    f"layer {self.layer}: attention_mask gives row {self.rows.index(row)} {pad} left pads, but the cache "
+                    f"was filled with {row.pad}; pass the mask of the whole sequence, padded on the left"
                 )
             row.pad = pad  # a row without tokens so far may still turn out to be padded further
+            self.dense.placed = False
         self.pads_known = True
-        self._place(self.dense.count - self._fresh)
+        if not self.dense.placed:
+            self._place()
         if not self.config.tail and not self.exact_newest:
             self.pack_ready()
 
-    @editable_tensors
     def observe(self, queries: Tensor, scale: float) -> None:
         """Let protection see queries [batch, num_heads, rows, key_width] while a row waits for its first packing."""
         if all(row.packed_len > 0 for row in self.rows):
@@ -102,6 +102,7 @@ class PackedLayer(PackedRows):
         if queries.shape[2] > 1 or len(self._unmeasured) == BLOCK:  # steps of one token are measured together
             self._measure_queries()
 
+    @editable_tensors
     def _measure_queries(self) -> None:
         if not self._unmeasured:
             return
@@ -140,12 +141,15 @@ class PackedLayer(PackedRows):
         assert self.keys is not None
         assert self.values is not None
         keys, values, positions = self.dense.everything()
+        packed_lens, seq_lens = np.empty((2, len(self.rows)), dtype=np.int32)
+        for index, row in enumerate(self.rows):
+            packed_lens[index], seq_lens[index] = row.packed_len, self.columns - row.pad
         return CacheView(
             self.keys.packed,
             self.values.packed,
             self._table,
-            torch.from_numpy(np.array([row.packed_len for row in self.rows], dtype=np.int32)),
-            torch.from_numpy(np.array([self.columns - row.pad for row in self.rows], dtype=np.int32)),
+            torch.from_numpy(packed_lens),
+            torch.from_numpy(seq_lens),
             self.keys.rotation,
             self.values.rotation,
             self.means,
@@ -157,7 +161,6 @@ class PackedLayer(PackedRows):
 
     # ---- packing -------------------------------------------------------------------------------------------
 
-    @editable_tensors
     def pack_ready(self) -> None:
         """Move every staged token that may be packed into blocks, and drop its exact copy."""
         if not self.pads_known or self.dense.count == 0:
@@ -167,8 +170,12 @@ class PackedLayer(PackedRows):
             max(row.packed_len, packed_end(self.config, max(0, self.dense.end - row.pad), fresh=row.packed_len == 0))
             for row in self.rows
         ]
-        if begins == ends:
-            return
+        if begins != ends:
+            self._pack(begins, ends)
+
+    @editable_tensors
+    def _pack(self, begins: list[int], ends: list[int]) -> None:
+        """Move positions [begins, ends) of each row from the staged columns into blocks."""
         keys, values = self.dense.staged()
         self._decide_formats(keys, values, begins, ends)
         assert self.keys is not None
@@ -181,8 +188,8 @@ class PackedLayer(PackedRows):
             row.packed_len = end
             if begin < self.config.sinks and end > begin:
                 self.dense.keep_sinks(index, row.pad, begin, min(end, self.config.sinks))
-        self._place(0)
         self.dense.release(min(row.pad + row.packed_len for row in self.rows))
+        self._place()
         if self.prefilling:  # only a streamed prompt is packed while it is read
             heap.give_back()
 
@@ -283,11 +290,11 @@ class PackedLayer(PackedRows):
 
     def place_all(self) -> None:
         """Recompute which exact rows are read, and publish the block table, after rows were put in from outside."""
-        self._place(0)
+        self._place()
         self._publish_table()
 
-    def _place(self, first: int) -> None:
-        self.dense.place([row.pad for row in self.rows], [row.packed_len for row in self.rows], first)
+    def _place(self) -> None:
+        self.dense.place([row.pad for row in self.rows], [row.packed_len for row in self.rows])
 
     def _check_shapes(self, keys: Tensor, values: Tensor) -> None:
         if keys.dim() != 4 or keys.shape[:3] != values.shape[:3]:

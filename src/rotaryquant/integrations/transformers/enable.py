@@ -118,12 +118,16 @@ def enabled(model: PreTrainedModel, kv: str | KVCacheConfig = "iso3") -> Iterato
 
 
 def _check_rotation(config: KVCacheConfig, layer: LayerGeometry) -> None:
-    """Build the layer's formats and rotation once, so that a width that cannot be packed is refused here."""
+    """Build the layer's tables once: a width that cannot be packed is refused here, and the codebook, which takes a fifth
+    of a second, is not left to the middle of an answer.
+    """
+    from rotaryquant.formats.codebook import codebook
     from rotaryquant.ops.rotate import build_rotation
 
     for stream in config.stream_formats(layer.head_dim, layer.head_dim):
         try:
             build_rotation(stream, layer.index, layer.num_kv_heads)
+            codebook(stream.width, stream.bits)
         except ValueError as error:
             raise ConfigError(f"layer {layer.index}: {error}") from error
 
