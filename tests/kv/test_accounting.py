@@ -119,8 +119,8 @@ def test_slack_of_the_slabs_is_bounded(columns: int) -> None:
 def stored_bits(layer: PackedLayer) -> int:
     """Bits of everything that one sequence stores, counted from the stored tensors themselves."""
     codes = sum(8 * part.numel() * part.element_size() for part in packed_bytes(layer))
-    _, _, positions = layer.dense.everything()
-    exact = 0 if positions is None else int((positions[0] >= 0).sum())
+    positions = layer.dense.positions[0]
+    exact = int(((positions >= 0) & (positions < layer.seq_lens()[0])).sum())
     assert layer.dense.keys is not None
     width = layer.dense.keys.shape[-1]
     means = 0 if layer.means is None else 16 * width * int((layer.means[0] != 0).any(-1).sum())

@@ -90,11 +90,19 @@ class Call {
  public:
   Call() : op(read_text()), fields_(read_fields()) {}
 
-  int64_t integer(const char* name) { return take(fields_, name, 'i').integer; }
+  static int64_t integer(Fields& fields, const char* name) { return take(fields, name, 'i').integer; }
+  static Array array(Fields& fields, const char* name) { return take(fields, name, 'a').arrays[0]; }
+  int64_t integer(const char* name) { return integer(fields_, name); }
   int threads() { return static_cast<int>(integer("threads")); }
   double real(const char* name) { return take(fields_, name, 'd').real; }
   std::string text(const char* name) { return take(fields_, name, 's').text; }
-  Array array(const char* name) { return take(fields_, name, 'a').arrays[0]; }
+  Array array(const char* name) { return array(fields_, name); }
+  static OptionalArray optional(Fields& fields, const char* name) {
+    const auto found = fields.find(name);
+    if (found == fields.end() || found->second.kind != 'n') return take(fields, name, 'a').arrays[0];
+    found->second.taken = true;
+    return std::nullopt;
+  }
   OptionalArray optional(const char* name) { return optional(fields_, name); }
   Array output(const char* name) {
     Field& field = take(fields_, name, 'a');
@@ -102,8 +110,10 @@ class Call {
     return field.arrays[0];
   }
 
-  Rotations rotation(const char* name) {
-    Fields& f = *take(fields_, name, 'o').object;
+  Rotations rotation(const char* name) { return rotation(fields_, name); }
+
+  static Rotations rotation(Fields& fields, const char* name) {
+    Fields& f = *take(fields, name, 'o').object;
     return Rotations(take(f, "width", 'i').integer, take(f, "heads", 'i').integer, take(f, "power", 'i').integer,
                      take(f, "base", 'a').arrays[0], optional(f, "signs"), optional(f, "blocks"),
                      optional(f, "matrix"));
@@ -111,8 +121,12 @@ class Call {
 
   Codec codec(const char* name) { return codec(fields_, name); }
 
-  Slabs stream(const char* name, bool written) {
-    Fields& f = *take(fields_, name, 'o').object;
+  Fields& object(const char* name) { return *take(fields_, name, 'o').object; }
+
+  Slabs stream(const char* name, bool written) { return stream(fields_, name, written); }
+
+  Slabs stream(Fields& fields, const char* name, bool written) {
+    Fields& f = *take(fields, name, 'o').object;
     std::vector<uint64_t> addresses[2];
     int which = 0;
     for (const char* slabs : {"codes", "scales"}) {
@@ -176,13 +190,6 @@ class Call {
     if (found == fields.end() || found->second.kind != kind) refuse(std::string("the call has no field ") + name);
     found->second.taken = true;
     return found->second;
-  }
-
-  static OptionalArray optional(Fields& fields, const char* name) {
-    const auto found = fields.find(name);
-    if (found == fields.end() || found->second.kind != 'n') return take(fields, name, 'a').arrays[0];
-    found->second.taken = true;
-    return std::nullopt;
   }
 
   static Codec codec(Fields& fields, const char* name) {
@@ -283,37 +290,23 @@ void read_mask(AttentionArgs& args, const Array& mask) {
 }
 
 void call_attention(Call& in) {
-  const Slabs keys = in.stream("keys", false), values = in.stream("values", false);
-  const Rotations key_rotation = in.rotation("key_rotation"), value_rotation = in.rotation("value_rotation");
-  const Array q = in.array("q"), table = in.array("block_table");
-  const OptionalArray dense_keys = in.optional("dense_keys"), dense_values = in.optional("dense_values");
-  const OptionalArray positions = in.optional("dense_positions"), sink_logits = in.optional("sink_logits");
-  const OptionalArray means = in.optional("means"), mask = in.optional("mask");
-  AttendArgs attend = {};
+  Fields& fields = in.object("view");
+  const Slabs keys = in.stream(fields, "keys", false), values = in.stream(fields, "values", false);
+  const Rotations key_rotation = in.rotation(fields, "key_rotation");
+  const Rotations value_rotation = in.rotation(fields, "value_rotation");
+  const View view(keys, values, key_rotation, value_rotation, Call::array(fields, "block_table"),
+                  Call::array(fields, "packed_lens"), Call::array(fields, "seq_lens"),
+                  Call::integer(fields, "num_sinks"), Call::optional(fields, "means"),
+                  Call::optional(fields, "dense_keys"), Call::optional(fields, "dense_values"),
+                  Call::optional(fields, "dense_positions"));
+  const Array q = in.array("q");
+  const OptionalArray sink_logits = in.optional("sink_logits"), mask = in.optional("mask");
+  AttendArgs attend = view.attend;
   AttentionArgs& args = attend.codes;
-  attend.key_rotation = key_rotation.tables();
-  attend.value_rotation = value_rotation.tables();
   attend.inverse = in.integer("inverse") != 0;
-  args.batch = q.shape[0];
   args.heads = q.shape[1];
   args.rows = q.shape[2];
-  args.kv_heads = attend.key_rotation.heads;
-  args.keys = keys.stream();
-  args.values = values.stream();
   args.q = q.at<const float>();
-  args.max_blocks = table.shape[1];
-  args.block_table = table.at<const int32_t>();
-  args.packed_lens = in.array("packed_lens").at<const int32_t>();
-  args.seq_lens = in.array("seq_lens").at<const int32_t>();
-  args.packed = !keys.codes.empty() && !values.codes.empty();
-  args.num_sinks = in.integer("num_sinks");
-  attend.dense = dense_keys && dense_values && positions;
-  if (attend.dense) {
-    args.dense_rows = dense_keys->shape[2];
-    args.dense_keys = dense_keys->rows();
-    args.dense_values = dense_values->rows();
-    args.dense_positions = positions->at<const int32_t>();
-  }
   args.scale = static_cast<float>(in.real("scale"));
   args.softcap = static_cast<float>(in.real("softcap"));
   args.noise_query = static_cast<float>(in.real("noise_query"));
@@ -321,7 +314,6 @@ void call_attention(Call& in) {
   args.causal = in.integer("causal") != 0;
   args.window = in.integer("window");
   if (sink_logits) args.sink_logits = sink_logits->at<const float>();
-  if (means) attend.means = means->at<const float>();
   if (mask) read_mask(args, *mask);
   attend.out = in.output("out").at<float>();
   const int threads = in.threads();

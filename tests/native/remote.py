@@ -168,6 +168,12 @@ class Remote:
         }
         return Object({**fields, **lists})
 
+    def View(self, **fields: Any) -> Object:
+        return Object(fields)  # read at each call: lengths are written between them
+
+    def borrow_threads(self, address: int) -> None:
+        """The program has threads of its own."""
+
     def __getattr__(self, op: str) -> Any:
         if op.startswith("_"):
             raise AttributeError(op)
@@ -235,6 +241,7 @@ def _forget() -> None:
         if hasattr(kept, "cache_clear"):
             kept.cache_clear()
     native._streams.clear()
+    native._views.clear()
     dispatch._missing.clear()
 
 

@@ -197,7 +197,7 @@ def test_offsets_past_two_to_the_31_are_not_cut(tmp_path: Path) -> None:
     far_out, out = (
         packed_attention(
             q,
-            CacheView(stream, stream, table, lens, int32(140, 140), rotation, rotation, None, 0, rows, rows, positions),
+            CacheView(stream, stream, table, lens, int32(260, 260), rotation, rotation, None, 0, rows, rows, positions),
             scale=0.1,
             causal=False,
             kernel="cpu",

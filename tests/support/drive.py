@@ -102,7 +102,6 @@ def seen_rows(layer: PackedLayer, row: int) -> tuple[Tensor, Tensor]:
 
     fp32 [num_kv_heads, tokens, width]. A position that is neither packed nor exact comes back as NaN.
     """
-    exact_keys, exact_values, positions = layer.dense.everything()
     seq_len, packed = layer.seq_lens()[row], layer.rows[row].packed_len
     assert layer.dense.keys is not None
     assert layer.dense.values is not None
@@ -113,9 +112,8 @@ def seen_rows(layer: PackedLayer, row: int) -> tuple[Tensor, Tensor]:
         keys[:, :packed], values[:, :packed] = layer.decode_keys(row), layer.decode_values(row)
     hidden = min(packed, layer.config.sinks)
     keys[:, :hidden] = values[:, :hidden] = torch.nan  # attention masks these: their exact rows must be there
-    if exact_keys is not None and exact_values is not None and positions is not None:
-        for slot, position in enumerate(positions[row].tolist()):
-            if position >= 0:
-                keys[:, position] = exact_keys[row, :, slot].float()
-                values[:, position] = exact_values[row, :, slot].float()
+    for slot, position in enumerate(layer.dense.positions[row].tolist()):
+        if 0 <= position < seq_len:
+            keys[:, position] = layer.dense.keys[row, :, slot].float()
+            values[:, position] = layer.dense.values[row, :, slot].float()
     return keys, values

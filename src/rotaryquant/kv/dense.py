@@ -165,15 +165,6 @@ class DenseRows:
         slots = slice(self.num_sinks + first, self.num_sinks + self.count)
         return self.keys[:, :, slots], self.values[:, :, slots]
 
-    def everything(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Keys, values and positions of all slots in use (views), or Nones where nothing is exact."""
-        if self.keys is None or self.values is None:
-            return None, None, None
-        if self.count == 0 and int(self.positions.numpy()[:, : self.num_sinks].max(initial=-1)) < 0:
-            return None, None, None
-        used = self.num_sinks + self.count
-        return self.keys.narrow(2, 0, used), self.values.narrow(2, 0, used), self.positions.narrow(1, 0, used)
-
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, by storage."""

@@ -9,7 +9,6 @@ blocks. `tail.packed_end` says which tokens are due; when they move is decided h
 import logging
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,6 +50,7 @@ class PackedLayer(PackedRows):
         self._unmeasured: list[Tensor] = []  # queries still to be added to it
         self._query_rows = 0
         self._scale = 1.0
+        self._view: CacheView | None = None
 
     # ---- what the model sees -------------------------------------------------------------------------------
 
@@ -137,27 +137,36 @@ class PackedLayer(PackedRows):
         return self.config.correct * protect.relative_error(self.keys.format.width, self.keys.format.bits)
 
     def view(self) -> CacheView:
-        """What attention reads. Only for a layer that has packed rows."""
+        """What attention reads, until the next `update`. Only for a layer that has packed rows."""
         assert self.keys is not None
         assert self.values is not None
-        keys, values, positions = self.dense.everything()
-        packed_lens, seq_lens = np.empty((2, len(self.rows)), dtype=np.int32)
+        held, view = self.dense, self._view
+        if (
+            view is None
+            or view.block_table is not self._table
+            or view.means is not self.means
+            or view.dense_keys is not held.keys
+            or view.dense_positions is not held.positions
+        ):
+            view = self._view = CacheView(
+                self.keys.packed,
+                self.values.packed,
+                self._table,
+                torch.zeros(len(self.rows), dtype=torch.int32),
+                torch.zeros(len(self.rows), dtype=torch.int32),
+                self.keys.rotation,
+                self.values.rotation,
+                self.means,
+                self.config.sinks,
+                held.keys,
+                held.values,
+                held.positions if held.keys is not None else None,
+            )
+        packed_lens, seq_lens = view.packed_lens.numpy(), view.seq_lens.numpy()
         for index, row in enumerate(self.rows):
-            packed_lens[index], seq_lens[index] = row.packed_len, self.columns - row.pad
-        return CacheView(
-            self.keys.packed,
-            self.values.packed,
-            self._table,
-            torch.from_numpy(packed_lens),
-            torch.from_numpy(seq_lens),
-            self.keys.rotation,
-            self.values.rotation,
-            self.means,
-            self.config.sinks,
-            keys,
-            values,
-            positions,
-        )
+            packed_lens[index] = row.packed_len
+            seq_lens[index] = self.columns - row.pad
+        return view
 
     # ---- packing -------------------------------------------------------------------------------------------
 

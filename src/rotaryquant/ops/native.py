@@ -21,7 +21,7 @@ from rotaryquant import env
 from rotaryquant.errors import ConfigError
 from rotaryquant.formats.rotation import hadamard_factors, paley_base
 from rotaryquant.ops.rotate import Rotation
-from rotaryquant.ops.streams import Codec, PackedStream
+from rotaryquant.ops.streams import CacheView, Codec, PackedStream
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -208,6 +208,67 @@ def _describe(item: PackedStream) -> Any:
         codes=[slab.data_ptr() for slab in item.codes],
         scales=[slab.data_ptr() for slab in item.scales],
     )
+
+
+#: The reason against native code, or the native description with the tensors it was made from, of living views by id.
+_views: dict[int, tuple[str | None, Any, list[Tensor]]] = {}
+
+
+def _described_view(item: CacheView) -> tuple[str | None, Any, list[Tensor]]:
+    known = _views.get(id(item))
+    if known is None:
+        reason = _view_reason(item)
+        known = (reason, *(_describe_view(item) if reason is None else (None, [])))
+        weakref.finalize(item, _views.pop, id(item), None)
+        _views[id(item)] = known
+    return known
+
+
+def _describe_view(item: CacheView) -> tuple[Any, list[Tensor]]:
+    means = None if item.means is None else item.means.float().contiguous()
+    made = module().View(
+        keys=stream(item.keys),
+        values=stream(item.values),
+        key_rotation=rotation(item.key_rotation),
+        value_rotation=rotation(item.value_rotation),
+        block_table=array(item.block_table),
+        packed_lens=array(item.packed_lens),
+        seq_lens=array(item.seq_lens),
+        num_sinks=item.num_sinks,
+        means=optional(means),
+        dense_keys=optional(item.dense_keys),
+        dense_values=optional(item.dense_values),
+        dense_positions=optional(item.dense_positions),
+    )
+    return made, [] if means is None else [means]
+
+
+def view(item: CacheView) -> Any:
+    """The native description of a layer's cache, which `view_reason` has found to be readable; made once per view."""
+    return _described_view(item)[1]
+
+
+def view_reason(item: CacheView) -> str | None:
+    """Why a cache laid out like this has no native code path, or None."""
+    return _described_view(item)[0]
+
+
+def _view_reason(item: CacheView) -> str | None:
+    reason = stream_reason("keys", item.keys) or stream_reason("values", item.values)
+    reason = reason or rotation_reason(item.key_rotation) or rotation_reason(item.value_rotation)
+    numbers = {
+        "block_table": item.block_table,
+        "packed_lens": item.packed_lens,
+        "seq_lens": item.seq_lens,
+        "dense_positions": item.dense_positions,
+    }
+    reason = reason or not_on_cpu(means=item.means, **numbers)
+    for name, tensor in numbers.items():
+        if reason is None and tensor is not None and not tensor.is_contiguous():
+            reason = f"{name} is not contiguous"
+    if reason is None and item.dense_keys is not None and item.dense_values is not None:
+        reason = rows_reason("dense_keys", item.dense_keys) or rows_reason("dense_values", item.dense_values)
+    return reason
 
 
 def codec_reason(item: Codec) -> str | None:

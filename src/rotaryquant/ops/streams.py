@@ -73,9 +73,11 @@ class PackedStream:
     scales: list[Tensor]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class CacheView:
     """One layer's cache as attention reads it. Positions are each row's own count: left pads have none.
+
+    Lengths, rows and positions may be written between calls; which tensors hold them never changes.
 
     block_table: int32 [batch, max_blocks], block of positions [128i, 128i + 128) in column i.
     packed_lens: int32 [batch], positions [0, packed_len) have packed rows; a strip of 32 is sealed iff all its
@@ -84,7 +86,7 @@ class CacheView:
     the keys before their rotation, or None.
     num_sinks: first positions whose packed rows are masked because `dense_*` holds them exactly.
     dense_keys, dense_values: [batch, num_kv_heads, dense, width], exact rows (sinks, then the tail), or None.
-    dense_positions: int32 [batch, dense], the position of each exact row, -1 where unused.
+    dense_positions: int32 [batch, dense], the position of each exact row; below 0 or from seq_len on it is unused.
     """
 
     keys: PackedStream

@@ -232,4 +232,53 @@ Stream Slabs::stream() const {
   return out;
 }
 
+void check_float_rows(const char* name, const Array& x, const std::vector<int64_t>& shape) {
+  x.of_shape(name, shape).last_contiguous(name);
+  const bool floats = x.dtype == Dtype::f32 || x.dtype == Dtype::bf16 || x.dtype == Dtype::f16;
+  if (!floats) refuse(std::string(name) + " is not a float tensor");
+}
+
+const int32_t* integers(const char* name, const Array& array, const std::vector<int64_t>& shape) {
+  return array.of_type(name, Dtype::i32).of_shape(name, shape).contiguous(name).at<const int32_t>();
+}
+
+View::View(const Slabs& keys, const Slabs& values, const Rotations& key_rotation, const Rotations& value_rotation,
+           const Array& block_table, const Array& packed_lens, const Array& seq_lens, int64_t num_sinks,
+           const OptionalArray& means, const OptionalArray& dense_keys, const OptionalArray& dense_values,
+           const OptionalArray& dense_positions)
+    : attend(), num_blocks(std::min(keys.num_blocks(), values.num_blocks())) {
+  AttentionArgs& args = attend.codes;
+  attend.key_rotation = key_rotation.tables();
+  attend.value_rotation = value_rotation.tables();
+  const int64_t heads = args.kv_heads = attend.key_rotation.heads, width = keys.layout.codec.width;
+  require(attend.value_rotation.heads == heads, "the rotations differ in num_kv_heads");
+  require(attend.key_rotation.width == width && attend.value_rotation.width == values.layout.codec.width,
+          "a rotation and its stream differ in width");
+  args.keys = keys.stream();
+  args.values = values.stream();
+  require(block_table.shape.size() == 2, "block_table must be [batch, max_blocks]");
+  args.batch = block_table.shape[0];
+  args.max_blocks = block_table.shape[1];
+  args.block_table = integers("block_table", block_table, {args.batch, args.max_blocks});
+  args.packed_lens = integers("packed_lens", packed_lens, {args.batch});
+  args.seq_lens = integers("seq_lens", seq_lens, {args.batch});
+  args.packed = !keys.codes.empty() && !values.codes.empty();
+  require(!args.packed || (keys.heads == heads && values.heads == heads), "the slabs differ in num_kv_heads");
+  require(num_sinks >= 0, "num_sinks is negative");
+  args.num_sinks = num_sinks;
+  if (means) {
+    attend.means = means->of_type("means", Dtype::f32).of_shape("means", {args.batch, heads, width})
+                       .contiguous("means").at<const float>();
+  }
+  attend.dense = dense_keys && dense_values && dense_positions;
+  if (!attend.dense) return;
+  require(dense_keys->shape.size() == 4, "dense_keys must be [batch, heads, dense, width]");
+  args.dense_rows = dense_keys->shape[2];
+  check_float_rows("dense_keys", *dense_keys, {args.batch, heads, args.dense_rows, width});
+  check_float_rows("dense_values", *dense_values, {args.batch, heads, args.dense_rows, args.values.codec.width});
+  args.dense_positions = integers("dense_positions", *dense_positions, {args.batch, args.dense_rows});
+  args.dense_keys = dense_keys->rows();
+  args.dense_values = dense_values->rows();
+}
+
 }  // namespace rq

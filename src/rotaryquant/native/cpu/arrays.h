@@ -68,7 +68,21 @@ struct Slabs {
   std::vector<uint16_t*> scales;
 };
 
+// One layer's cache as attention reads it (ops/streams.py, CacheView): everything that stays from one call to the next.
+struct View {
+  // Points into keys, values and both rotations, which must outlive it, and into the arrays.
+  View(const Slabs& keys, const Slabs& values, const Rotations& key_rotation, const Rotations& value_rotation,
+       const Array& block_table, const Array& packed_lens, const Array& seq_lens, int64_t num_sinks,
+       const OptionalArray& means, const OptionalArray& dense_keys, const OptionalArray& dense_values,
+       const OptionalArray& dense_positions);
+
+  AttendArgs attend;    // without queries, options and outputs
+  int64_t num_blocks;   // that the slabs hold
+};
+
 [[noreturn]] void refuse(const std::string& message);
 void require(bool ok, const char* message);
+void check_float_rows(const char* name, const Array& x, const std::vector<int64_t>& shape);
+const int32_t* integers(const char* name, const Array& array, const std::vector<int64_t>& shape);
 
 }  // namespace rq

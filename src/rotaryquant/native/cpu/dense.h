@@ -107,10 +107,11 @@ RQ_INLINE void attend_dense_rows(const Tile& t, const DenseKeys& s, bool masked)
 RQ_INLINE void attend_dense(const Tile& t, DenseKeys& s) {
   const AttentionArgs& args = *t.args;
   const int32_t* positions = args.dense_positions + t.unit->batch * args.dense_rows;
+  const int64_t held = args.seq_lens[t.unit->batch];
   int64_t used = 0;  // unused slots may hold anything, NaN included: they are never read
   for (int64_t i = 0; i < args.dense_rows; i++) {
     const int64_t position = positions[i];
-    if (position < 0 || (args.causal && position > t.last_position)) continue;
+    if (position < 0 || position >= held || (args.causal && position > t.last_position)) continue;
     if (args.window > 0 && t.first_position - position >= args.window) continue;
     t.index[used++] = (int32_t)i;
   }

@@ -21,12 +21,6 @@ using Release = nb::call_guard<nb::gil_scoped_release>;
 
 constexpr int64_t kMaxPosition = INT32_MAX;
 
-void check_float_rows(const char* name, const Array& x, const std::vector<int64_t>& shape) {
-  x.of_shape(name, shape).last_contiguous(name);
-  const bool floats = x.dtype == Dtype::f32 || x.dtype == Dtype::bf16 || x.dtype == Dtype::f16;
-  if (!floats) refuse(std::string(name) + " is not a float tensor");
-}
-
 void py_rotate(const Array& x, const Array& out, const Rotations& rotations, bool inverse, int threads) {
   require(x.shape.size() == 4, "x must be [batch, heads, rows, width]");
   const Rotation rotation = rotations.tables();
@@ -66,10 +60,6 @@ void py_repack(const std::string& step_name, const Array& in, const Array& out, 
   in.of_type("rows", Dtype::u8).of_shape("rows", {blocks, rows, step == Step::pack ? width : packed}).contiguous("rows");
   out.of_type("out", Dtype::u8).of_shape("out", {blocks, rows, to_codes ? width : packed}).contiguous("out");
   run_repack({step, bits, width, rows, layout == "key", in.at<const uint8_t>(), out.at<uint8_t>()}, blocks, threads);
-}
-
-const int32_t* integers(const char* name, const Array& array, const std::vector<int64_t>& shape) {
-  return array.of_type(name, Dtype::i32).of_shape(name, shape).contiguous(name).at<const int32_t>();
 }
 
 std::vector<AppendUnit> append_units(const Array& x, const Slabs& slabs, const Array& table, const int32_t* source,
@@ -121,27 +111,18 @@ int64_t py_append(const Array& x, const Rotations& rotations, const Slabs& slabs
   return run_append(args, units, threads);
 }
 
-void check_blocks(const AttentionArgs& args, const Slabs& keys, const Slabs& values) {
+// Lengths and tables are written between calls.
+void check_blocks(const View& view) {
+  const AttentionArgs& args = view.attend.codes;
   for (int64_t b = 0; b < args.batch; b++) {
     const int64_t needed = (int64_t{args.packed_lens[b]} + kBlock - 1) / kBlock;
     require(args.packed_lens[b] >= 0, "packed_lens holds a negative length");
     require(needed <= args.max_blocks, "packed_lens passes the columns of block_table");
     for (int64_t i = 0; i < needed; i++) {
       const int64_t block = args.block_table[b * args.max_blocks + i];
-      require(block >= 0 && block < keys.num_blocks() && block < values.num_blocks(),
-              "block_table names a block that no slab has");
+      require(block >= 0 && block < view.num_blocks, "block_table names a block that no slab has");
     }
   }
-}
-
-void set_dense(AttentionArgs& args, const Array& keys, const Array& values, const Array& positions) {
-  require(keys.shape.size() == 4, "dense_keys must be [batch, heads, dense, width]");
-  args.dense_rows = keys.shape[2];
-  check_float_rows("dense_keys", keys, {args.batch, args.kv_heads, args.dense_rows, args.keys.codec.width});
-  check_float_rows("dense_values", values, {args.batch, args.kv_heads, args.dense_rows, args.values.codec.width});
-  args.dense_positions = integers("dense_positions", positions, {args.batch, args.dense_rows});
-  args.dense_keys = keys.rows();
-  args.dense_values = values.rows();
 }
 
 void set_mask(AttentionArgs& args, const Array& mask) {
@@ -151,7 +132,8 @@ void set_mask(AttentionArgs& args, const Array& mask) {
   for (int64_t b = 0; b < args.batch; b++) {
     require(!args.packed || args.packed_lens[b] <= columns, "mask has fewer columns than packed positions");
     for (int64_t i = 0; i < args.dense_rows; i++) {
-      require(args.dense_positions[b * args.dense_rows + i] < columns, "mask has fewer columns than dense_positions");
+      const int32_t position = args.dense_positions[b * args.dense_rows + i];
+      require(position < columns || position >= args.seq_lens[b], "mask has fewer columns than dense_positions");
     }
   }
   args.mask = mask.at<const uint8_t>();
@@ -161,44 +143,20 @@ void set_mask(AttentionArgs& args, const Array& mask) {
   args.mask_column = mask.strides[3];
 }
 
-void py_attention(const Array& q, const Slabs& keys, const Slabs& values, const Rotations& key_rotation,
-                  const Rotations& value_rotation, const Array& block_table, const Array& packed_lens,
-                  const Array& seq_lens, int64_t num_sinks, const OptionalArray& means,
-                  const OptionalArray& dense_keys, const OptionalArray& dense_values,
-                  const OptionalArray& dense_positions, double scale, bool causal, int64_t window, double softcap,
+void py_attention(const Array& q, const View& view, double scale, bool causal, int64_t window, double softcap,
                   double noise_query, double noise_score, const OptionalArray& sink_logits, const OptionalArray& mask,
                   bool inverse, const Array& out, int threads) {
-  AttendArgs attend = {};
+  AttendArgs attend = view.attend;
   AttentionArgs& args = attend.codes;
-  attend.key_rotation = key_rotation.tables();
-  attend.value_rotation = value_rotation.tables();
   attend.inverse = inverse;
   require(q.shape.size() == 4, "q must be [batch, heads, rows, width]");
-  args.batch = q.shape[0];
   args.heads = q.shape[1];
   args.rows = q.shape[2];
-  const int64_t kv_heads = args.kv_heads = attend.key_rotation.heads;
-  require(attend.value_rotation.heads == kv_heads, "the rotations differ in num_kv_heads");
-  require(attend.key_rotation.width == keys.layout.codec.width && attend.value_rotation.width == values.layout.codec.width,
-          "a rotation and its stream differ in width");
-  require(kv_heads >= 1 && args.heads % kv_heads == 0, "num_heads is not a multiple of num_kv_heads");
-  args.keys = keys.stream();
-  args.values = values.stream();
+  require(args.kv_heads >= 1 && args.heads % args.kv_heads == 0, "num_heads is not a multiple of num_kv_heads");
   const std::vector<int64_t> q_shape = {args.batch, args.heads, args.rows, args.keys.codec.width};
   const std::vector<int64_t> out_shape = {args.batch, args.heads, args.rows, args.values.codec.width};
   args.q = q.of_type("q", Dtype::f32).of_shape("q", q_shape).contiguous("q").at<const float>();
-  require(block_table.shape.size() == 2, "block_table must be [batch, max_blocks]");
-  args.max_blocks = block_table.shape[1];
-  args.block_table = integers("block_table", block_table, {args.batch, args.max_blocks});
-  args.packed_lens = integers("packed_lens", packed_lens, {args.batch});
-  args.seq_lens = integers("seq_lens", seq_lens, {args.batch});
-  args.packed = !keys.codes.empty() && !values.codes.empty();
-  require(!args.packed || (keys.heads == kv_heads && values.heads == kv_heads), "the slabs differ in num_kv_heads");
-  check_blocks(args, keys, values);
-  require(num_sinks >= 0, "num_sinks is negative");
-  args.num_sinks = num_sinks;
-  attend.dense = dense_keys && dense_values && dense_positions;
-  if (attend.dense) set_dense(args, *dense_keys, *dense_values, *dense_positions);
+  check_blocks(view);
   args.scale = static_cast<float>(scale);
   args.softcap = static_cast<float>(softcap);
   args.noise_query = static_cast<float>(noise_query);
@@ -208,10 +166,6 @@ void py_attention(const Array& q, const Slabs& keys, const Slabs& values, const 
   if (sink_logits) {
     args.sink_logits = sink_logits->of_type("sink_logits", Dtype::f32).of_shape("sink_logits", {args.heads})
                            .contiguous("sink_logits").at<const float>();
-  }
-  if (means) {
-    attend.means = means->of_type("means", Dtype::f32).of_shape("means", {args.batch, kv_heads, args.keys.codec.width})
-                       .contiguous("means").at<const float>();
   }
   if (mask) set_mask(args, *mask);
   attend.out = out.of_type("out", Dtype::f32).of_shape("out", out_shape).contiguous("out").at<float>();
@@ -275,17 +229,20 @@ NB_MODULE(_native, m) {
       nb::init<const Codec&, int64_t, const OptionalArray&, const OptionalArray&, const std::vector<uint64_t>&,
                const std::vector<uint64_t>&>(),
       "codec"_a, "blocks_per_slab"_a, "code_slab"_a.none(), "scale_slab"_a.none(), "codes"_a, "scales"_a);
+  nb::class_<View>(m, "View").def(
+      nb::init<const Slabs&, const Slabs&, const Rotations&, const Rotations&, const Array&, const Array&, const Array&,
+               int64_t, const OptionalArray&, const OptionalArray&, const OptionalArray&, const OptionalArray&>(),
+      "keys"_a, "values"_a, "key_rotation"_a, "value_rotation"_a, "block_table"_a, "packed_lens"_a, "seq_lens"_a,
+      "num_sinks"_a, "means"_a.none(), "dense_keys"_a.none(), "dense_values"_a.none(), "dense_positions"_a.none(),
+      nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>());
   m.def("rotate", &py_rotate, "x"_a, "out"_a, "rotation"_a, "inverse"_a, "threads"_a, Release());
   m.def("quantize", &py_quantize, "y"_a, "codec"_a, "codes"_a, "scales"_a, "threads"_a, Release());
   m.def("repack", &py_repack, "step"_a, "rows"_a, "out"_a, "bits"_a, "width"_a, "layout"_a, "threads"_a,
         Release());
   m.def("append", &py_append, "x"_a, "rotation"_a, "stream"_a, "block_table"_a, "src_begin"_a, "counts"_a,
         "dst_begin"_a, "mean"_a.none(), "threads"_a, Release());
-  m.def("attention", &py_attention, "q"_a, "keys"_a, "values"_a, "key_rotation"_a, "value_rotation"_a,
-        "block_table"_a, "packed_lens"_a, "seq_lens"_a, "num_sinks"_a, "means"_a.none(), "dense_keys"_a.none(),
-        "dense_values"_a.none(), "dense_positions"_a.none(), "scale"_a, "causal"_a, "window"_a, "softcap"_a,
-        "noise_query"_a, "noise_score"_a, "sink_logits"_a.none(), "mask"_a.none(), "inverse"_a, "out"_a, "threads"_a,
-        Release());
+  m.def("attention", &py_attention, "q"_a, "view"_a, "scale"_a, "causal"_a, "window"_a, "softcap"_a, "noise_query"_a,
+        "noise_score"_a, "sink_logits"_a.none(), "mask"_a.none(), "inverse"_a, "out"_a, "threads"_a, Release());
   m.def("borrow_threads", [](uint64_t address) { borrow_threads(reinterpret_cast<Parallel>(address)); }, "address"_a,
         "Run loops on the threads of the OpenMP runtime whose GOMP_parallel lies at this address; 0: on threads of our own.");
   m.def("roof", &py_roof, "kind"_a, "data"_a, "rounds"_a, "threads"_a, Release());

@@ -100,7 +100,7 @@ def run(
             positions.append(torch.where(packed_positions < view.num_sinks, -1, packed_positions))
         if view.dense_keys is not None and view.dense_values is not None and view.dense_positions is not None:
             places = view.dense_positions[b].to(q.device)  # bookkeeping stays on the CPU
-            used = places >= 0  # unused slots may hold anything, NaN included
+            used = (places >= 0) & (places < seq_len)  # unused slots may hold anything, NaN included
             keys = view.dense_keys[b][:, used].float().repeat_interleave(repeat, 0)
             logits.append(q[b] @ keys.transpose(-1, -2))
             values.append(view.dense_values[b][:, used].float().repeat_interleave(repeat, 0))
