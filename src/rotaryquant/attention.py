@@ -1,6 +1,6 @@
 """Attention over one layer's cache: exact while everything is exact, on the packed codes afterwards."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from rotaryquant.kv.packed import PackedLayer
 from rotaryquant.ops.packed_attention import packed_attention
 
 
-@dataclass(frozen=True)
-class AttentionOptions:
+class AttentionOptions(NamedTuple):
     """What a model asks of attention besides q, k and v.
 
     scale: factor on q·k. window: if > 0, only the last `window` positions are seen. softcap: if > 0, logits become
@@ -54,7 +53,7 @@ def attend(
         return dense_attention(
             queries, keys, values, options, pads=pads, mask=None if mask is None else mask[..., start:]
         )
-    return _packed(layer, queries, options, mask).to(queries.dtype)
+    return _packed(layer, queries, options, mask)
 
 
 def _packed(layer: PackedLayer, queries: Tensor, options: AttentionOptions, mask: Tensor | None) -> Tensor:

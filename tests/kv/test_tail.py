@@ -4,7 +4,7 @@ import pytest
 
 from rotaryquant import KVCacheConfig, parse_kv
 from rotaryquant.errors import ConfigError
-from rotaryquant.kv.tail import TAIL_STEP, full_tail, mean_tail, packed_end, packing_starts
+from rotaryquant.kv.tail import TAIL_STEP, full_tail, mean_tail, next_packing, packed_end, packing_starts
 
 NOTHING = {"mean": False, "protect": False}
 
@@ -56,3 +56,13 @@ def test_without_a_tail_everything_is_due_once_mean_and_bits_can_be_decided(chan
         assert packed_end(config, seq_len) == seq_len
     assert packing_starts(config) == (128 if waits else 1)
     assert full_tail(0) == mean_tail(0) == 0
+
+
+@pytest.mark.parametrize("tail", [0, 1, 31, 32, 48, 97])
+@pytest.mark.parametrize("others", [{}, NOTHING])
+def test_next_packing_is_the_first_length_at_which_more_is_due(tail: int, others: dict[str, bool]) -> None:
+    config = KVCacheConfig(tail=tail, **others)
+    for packed_len in (0, 1, 5, 31, 32, 33, 96, 128, 300):
+        fresh = packed_len == 0
+        due = [length for length in range(700) if packed_end(config, length, fresh=fresh) > packed_len]
+        assert next_packing(config, packed_len) == due[0]

@@ -306,7 +306,8 @@ void call_attention(Call& in) {
   attend.inverse = in.integer("inverse") != 0;
   args.heads = q.shape[1];
   args.rows = q.shape[2];
-  args.q = q.at<const float>();
+  attend.dtype = q.dtype;
+  attend.q = q.at<const void>();
   args.scale = static_cast<float>(in.real("scale"));
   args.softcap = static_cast<float>(in.real("softcap"));
   args.noise_query = static_cast<float>(in.real("noise_query"));
@@ -315,7 +316,7 @@ void call_attention(Call& in) {
   args.window = in.integer("window");
   if (sink_logits) args.sink_logits = sink_logits->at<const float>();
   if (mask) read_mask(args, *mask);
-  attend.out = in.output("out").at<float>();
+  attend.out = in.output("out").at<void>();
   const int threads = in.threads();
   in.finish();
   run_attend(attend, threads);

@@ -19,7 +19,7 @@ from rotaryquant.kv.blocks import Row
 from rotaryquant.kv.dense import DenseRows
 from rotaryquant.kv.modes import editable_tensors
 from rotaryquant.kv.rows import PackedRows
-from rotaryquant.kv.tail import packed_end
+from rotaryquant.kv.tail import next_packing, packed_end
 from rotaryquant.ops.streams import CacheView
 
 _log = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ class PackedLayer(PackedRows):
         self._query_rows = 0
         self._scale = 1.0
         self._view: CacheView | None = None
+        self._due = 0  # staged columns up to which nothing has to be packed, as far as is known
+        self._step_shapes: tuple[torch.Size, torch.Size] | None = None  # of the last keys and values that were accepted
 
     # ---- what the model sees -------------------------------------------------------------------------------
 
@@ -60,11 +62,13 @@ class PackedLayer(PackedRows):
         keys, values: [batch, num_kv_heads, columns, width] after RoPE. Raises ValueError where batch, heads or
         widths differ from what the layer holds, or `max_tokens` would be exceeded.
         """
-        self._check_shapes(keys, values)
+        if (keys.shape, values.shape) != self._step_shapes or self.max_tokens is not None:
+            self._check_shapes(keys, values)
+            self._step_shapes = keys.shape, values.shape
         if not self.rows:
             self.rows = [Row() for _ in range(keys.shape[0])]
         prompt = self.prefilling or self.columns == 0
-        if not (self.prefilling and self.config.prefill == "deferred"):
+        if self.dense.end >= self._due and not (self.prefilling and self.config.prefill == "deferred"):
             self.pack_ready()
         self.exact_newest = prompt
         self.dense.append(keys, values)
@@ -87,6 +91,7 @@ class PackedLayer(PackedRows):
                 )
             row.pad = pad  # a row without tokens so far may still turn out to be padded further
             self.dense.placed = False
+            self._due = 0
         self.pads_known = True
         if not self.dense.placed:
             self._place()
@@ -95,7 +100,10 @@ class PackedLayer(PackedRows):
 
     def observe(self, queries: Tensor, scale: float) -> None:
         """Let protection see queries [batch, num_heads, rows, key_width] while a row waits for its first packing."""
-        if all(row.packed_len > 0 for row in self.rows):
+        for row in self.rows:
+            if row.packed_len == 0:
+                break
+        else:
             return
         self._unmeasured.append(queries.detach())
         self._scale = scale
@@ -152,7 +160,7 @@ class PackedLayer(PackedRows):
                 self.keys.packed,
                 self.values.packed,
                 self._table,
-                torch.zeros(len(self.rows), dtype=torch.int32),
+                torch.tensor([row.packed_len for row in self.rows], dtype=torch.int32),
                 torch.zeros(len(self.rows), dtype=torch.int32),
                 self.keys.rotation,
                 self.values.rotation,
@@ -162,9 +170,8 @@ class PackedLayer(PackedRows):
                 held.values,
                 held.positions if held.keys is not None else None,
             )
-        packed_lens, seq_lens = view.packed_lens.numpy(), view.seq_lens.numpy()
+        seq_lens = view.seq_lens.numpy()
         for index, row in enumerate(self.rows):
-            packed_lens[index] = row.packed_len
             seq_lens[index] = self.columns - row.pad
         return view
 
@@ -181,6 +188,7 @@ class PackedLayer(PackedRows):
         ]
         if begins != ends:
             self._pack(begins, ends)
+        self._due = min(row.pad + next_packing(self.config, row.packed_len) for row in self.rows)
 
     @editable_tensors
     def _pack(self, begins: list[int], ends: list[int]) -> None:
@@ -277,6 +285,7 @@ class PackedLayer(PackedRows):
             self.truncate(row, seq_len)
             self.dense.drop_sinks(index, seq_len)
         self.dense.crop(self.columns)
+        self._due = 0
         self._publish_table()
 
     @editable_tensors
@@ -284,6 +293,7 @@ class PackedLayer(PackedRows):
         """Keep rows `index` (int64 [new_batch], repeats allowed) in that order; rows that repeat share blocks."""
         self._measure_queries()  # they are as many rows as the batch had
         self.select_rows(index)
+        self._due, self._step_shapes = 0, None
         self.dense.select(index.to(self.dense.keys.device) if self.dense.keys is not None else index)
 
     def reset(self) -> None:

@@ -25,6 +25,12 @@ def packed_end(config: KVCacheConfig, seq_len: int, *, fresh: bool = False) -> i
     return max(0, (seq_len - config.tail) // TAIL_STEP * TAIL_STEP)
 
 
+def next_packing(config: KVCacheConfig, packed_len: int) -> int:
+    """Tokens from which on `packed_end` is past `packed_len`, where so many positions of a sequence are packed."""
+    due = (packed_len // TAIL_STEP + 1) * TAIL_STEP + config.tail if config.tail else packed_len + 1
+    return max(due, packing_starts(config)) if packed_len == 0 else due
+
+
 def packing_starts(config: KVCacheConfig) -> int:
     """Tokens that a sequence must have before any of them is due."""
     if config.tail:

@@ -129,8 +129,7 @@ def width_reason(width: int) -> str | None:
 
 def array(tensor: Tensor) -> Any:
     """Address, element type, shape and strides of a CPU tensor; the caller keeps the tensor alive."""
-    name = _DTYPE_NAMES.get(tensor.dtype, "other")
-    return module().Array(tensor.data_ptr(), name, tensor.shape, tensor.stride())
+    return module().Array(tensor.data_ptr(), _DTYPE_NAMES.get(tensor.dtype, "other"), tensor.shape, tensor.stride())
 
 
 def optional(tensor: Tensor | None) -> Any:

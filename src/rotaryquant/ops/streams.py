@@ -77,7 +77,7 @@ class PackedStream:
 class CacheView:
     """One layer's cache as attention reads it. Positions are each row's own count: left pads have none.
 
-    Lengths, rows and positions may be written between calls; which tensors hold them never changes.
+    Tensors may be written between calls; which tensors they are never changes.
 
     block_table: int32 [batch, max_blocks], block of positions [128i, 128i + 128) in column i.
     packed_lens: int32 [batch], positions [0, packed_len) have packed rows; a strip of 32 is sealed iff all its

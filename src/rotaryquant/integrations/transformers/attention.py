@@ -13,6 +13,8 @@ from rotaryquant.integrations.transformers.geometry import CARRIED, HARMLESS
 from rotaryquant.integrations.transformers.masks import NAME
 from rotaryquant.integrations.transformers.static import StaticKVHandle, attend_static
 
+_KNOWN = CARRIED | HARMLESS
+
 
 def packed_or_dense(
     module: torch.nn.Module,
@@ -66,7 +68,7 @@ def packed_or_dense(
 def _refuse_unknown(module: torch.nn.Module, dropout: float, arguments: dict[str, Any]) -> None:
     """Raise UnsupportedModelError for what would be left out of attention without a word."""
     for name, given in arguments.items():
-        if given is not None and name not in CARRIED | HARMLESS:
+        if given is not None and name not in _KNOWN:
             raise UnsupportedModelError(
                 f"{type(module).__name__} passes {name!r} to attention; use kv=fp16 for this model"
             )

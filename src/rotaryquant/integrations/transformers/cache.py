@@ -68,7 +68,9 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Stage new columns; returns one handle as both keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.packed.update(key_states.detach(), value_states.detach())
+        if torch.is_grad_enabled():
+            key_states, value_states = key_states.detach(), value_states.detach()
+        self.packed.update(key_states, value_states)
         handle = KVHandle(self.packed, self.counters)
         return handle, handle
 

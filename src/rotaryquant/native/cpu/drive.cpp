@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <memory>
 
@@ -236,6 +237,23 @@ void rotate_heads(const AttentionArgs& args, const Rotation& rotation, const flo
   run_rotate(rotate, threads);
 }
 
+void widen(const uint16_t* __restrict brain, int64_t count, float* __restrict out) {
+  for (int64_t i = 0; i < count; i++) {
+    const uint32_t bits = uint32_t{brain[i]} << 16;
+    std::memcpy(out + i, &bits, sizeof bits);
+  }
+}
+
+// To nearest, ties to even; NaN stays NaN.
+void narrow(const float* __restrict x, int64_t count, uint16_t* __restrict brain) {
+  for (int64_t i = 0; i < count; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, sizeof bits);
+    const uint32_t nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, quiet = (bits >> 16) | 0x40;
+    brain[i] = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? quiet : nearest);
+  }
+}
+
 // q · mean of every query row.
 void multiply_means(const AttentionArgs& args, const float* means, float* bias) {
   const int64_t width = args.keys.codec.width, rows = args.heads / args.kv_heads * args.rows;
@@ -253,25 +271,30 @@ void multiply_means(const AttentionArgs& args, const float* means, float* bias) 
 
 void run_attend(const AttendArgs& attend, int threads) {
   AttentionArgs args = attend.codes;
+  const bool brain = attend.dtype == Dtype::bf16;
   const int64_t rows = args.batch * args.heads * args.rows;
   const int64_t key_values = rows * args.keys.codec.width, values = rows * args.values.codec.width;
-  const size_t needed = static_cast<size_t>(key_values + rows + 2 * values);
+  const size_t needed = static_cast<size_t>((brain ? 2 : 1) * key_values + rows + 3 * values);
   thread_local std::vector<float> kept;  // for the few rows of a decode step; a prompt's are given back
   std::vector<float> own;
   std::vector<float>& memory = needed <= kKeptFloats ? kept : own;
   if (memory.size() < needed) memory.resize(needed);
   float *q_rotated = memory.data(), *bias = q_rotated + key_values, *out = bias + rows, *dense_out = out + values;
+  float *result = brain ? dense_out + values : static_cast<float*>(attend.out), *q = dense_out + 2 * values;
+  if (brain) widen(static_cast<const uint16_t*>(attend.q), key_values, q);
+  args.q = brain ? q : static_cast<const float*>(attend.q);
   if (args.packed) rotate_heads(args, attend.key_rotation, args.q, q_rotated, false, threads);
   args.q_rotated = q_rotated;
   if (attend.means) {
     multiply_means(args, attend.means, bias);
     args.key_bias = bias;
   }
-  args.out = args.packed && attend.inverse ? out : attend.out;
+  args.out = args.packed && attend.inverse ? out : result;
   args.dense_out = attend.dense ? dense_out : nullptr;
   run_attention(args, threads);
-  if (args.packed && attend.inverse) rotate_heads(args, attend.value_rotation, out, attend.out, true, threads);
-  for (int64_t i = 0; attend.dense && i < values; i++) attend.out[i] += dense_out[i];
+  if (args.packed && attend.inverse) rotate_heads(args, attend.value_rotation, out, result, true, threads);
+  for (int64_t i = 0; attend.dense && i < values; i++) result[i] += dense_out[i];
+  if (brain) narrow(result, values, static_cast<uint16_t*>(attend.out));
 }
 
 }  // namespace rq

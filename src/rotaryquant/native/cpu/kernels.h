@@ -134,7 +134,7 @@ struct AttentionArgs {
   float *out, *dense_out;  // [batch, heads, rows, value width]; dense_out null: none
 };
 
-// Attention from queries to outputs in the original space. `codes` has everything but q_rotated, key_bias, out and
+// Attention from queries to outputs in the original space. `codes` has everything but q, q_rotated, key_bias, out and
 // dense_out, which are made on the way.
 struct AttendArgs {
   AttentionArgs codes;
@@ -142,7 +142,9 @@ struct AttendArgs {
   Rotation key_rotation, value_rotation;
   const float* means;  // [batch, kv_heads, key width], taken off the keys; null: none
   bool inverse;        // rotate the packed part of the output back
-  float* out;          // [batch, heads, rows, value width]
+  Dtype dtype;         // of q and out: f32 or bf16
+  const void* q;       // [batch, heads, rows, key width], contiguous
+  void* out;           // [batch, heads, rows, value width], contiguous
 };
 
 // One tile of query rows of one batch row and KV head, over one share of its keys. Query row t of a KV head is

@@ -155,7 +155,9 @@ void py_attention(const Array& q, const View& view, double scale, bool causal, i
   require(args.kv_heads >= 1 && args.heads % args.kv_heads == 0, "num_heads is not a multiple of num_kv_heads");
   const std::vector<int64_t> q_shape = {args.batch, args.heads, args.rows, args.keys.codec.width};
   const std::vector<int64_t> out_shape = {args.batch, args.heads, args.rows, args.values.codec.width};
-  args.q = q.of_type("q", Dtype::f32).of_shape("q", q_shape).contiguous("q").at<const float>();
+  attend.dtype = q.dtype;
+  require(q.dtype == Dtype::f32 || q.dtype == Dtype::bf16, "q must be float32 or bfloat16");
+  attend.q = q.of_shape("q", q_shape).contiguous("q").at<const void>();
   check_blocks(view);
   args.scale = static_cast<float>(scale);
   args.softcap = static_cast<float>(softcap);
@@ -168,7 +170,7 @@ void py_attention(const Array& q, const View& view, double scale, bool causal, i
                            .contiguous("sink_logits").at<const float>();
   }
   if (mask) set_mask(args, *mask);
-  attend.out = out.of_type("out", Dtype::f32).of_shape("out", out_shape).contiguous("out").at<float>();
+  attend.out = out.of_type("out", q.dtype).of_shape("out", out_shape).contiguous("out").at<void>();
   run_attend(attend, threads);
 }
 

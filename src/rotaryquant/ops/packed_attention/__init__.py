@@ -44,7 +44,7 @@ def packed_attention(
     probabilities meet the codes. None: the kernel's own. The reference computes in float32; cpu rounds queries to
     int8 (to 15 bits where keys have 8) and probabilities to 7 bits of their block's largest, or to 14 where the block
     weighs more than 1/64 of the sum so far.
-    Returns fp32 [batch, num_heads, rows, value_width].
+    Returns [batch, num_heads, rows, value_width] in q's dtype; sums are fp32.
     """
     heads = view.key_rotation.num_kv_heads
     if q.dim() != 4 or q.shape[-1] != view.keys.codec.width:

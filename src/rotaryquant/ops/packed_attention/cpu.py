@@ -50,9 +50,10 @@ def run(
     p_dtype: torch.dtype | None,
 ) -> Tensor:
     """See the op's docstring. Raises ValueError where the view's table, lengths or shapes do not fit together."""
-    q = q.float().contiguous()
+    dtype = q.dtype
+    q = (q if dtype in (torch.float32, torch.bfloat16) else q.float()).contiguous()
     sink_logits = None if sink_logits is None else sink_logits.float().contiguous()
-    out = torch.empty(*q.shape[:3], view.values.codec.width, dtype=torch.float32)
+    out = q.new_empty((*q.shape[:3], view.values.codec.width))
     unit = view.keys.codec.unit
     native.module().attention(
         q=native.array(q),
@@ -69,4 +70,4 @@ def run(
         out=native.array(out),
         threads=torch.get_num_threads(),
     )
-    return out
+    return out.to(dtype)

@@ -72,7 +72,7 @@ def run(
     p_dtype: torch.dtype | None,
 ) -> Tensor:
     """Every batch row on its own; see the op's docstring for shapes."""
-    q = q.float()
+    dtype, q = q.dtype, q.float()
     batch, num_heads, rows, width = q.shape
     kv_heads = view.key_rotation.num_kv_heads
     repeat = num_heads // kv_heads
@@ -124,7 +124,7 @@ def run(
     if inverse:
         grouped = out.view(batch, kv_heads, -1, out.shape[-1])
         out = rotate.run(grouped, view.value_rotation, True).view_as(out)
-    return out + dense_out
+    return (out + dense_out).to(dtype)
 
 
 def _softmax(scores: Tensor, seen: Tensor, sink_logits: Tensor | None) -> Tensor:
