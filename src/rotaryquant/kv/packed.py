@@ -50,6 +50,7 @@ class PackedLayer(PackedRows):
         self._unmeasured: list[Tensor] = []  # queries still to be added to it
         self._query_rows = 0
         self._scale = 1.0
+        self._key_noise: float | None = None  # known once the keys have a format
         self._view: CacheView | None = None
         self._due = 0  # staged columns up to which nothing has to be packed, as far as is known
         self._step_shapes: tuple[torch.Size, torch.Size] | None = None  # of the last keys and values that were accepted
@@ -140,22 +141,21 @@ class PackedLayer(PackedRows):
     @property
     def key_noise(self) -> float:
         """Relative squared error of packed keys by which attention corrects their logits, 0 for none."""
-        if self.keys is None or self.keys.format.bits > 4 or self.keys.format.groups > 1:
+        if self.keys is None:
             return 0.0
-        return self.config.correct * protect.relative_error(self.keys.format.width, self.keys.format.bits)
+        if self._key_noise is None:
+            packed, correctable = self.keys.format, self.keys.format.bits <= 4 and self.keys.format.groups == 1
+            error = protect.relative_error(packed.width, packed.bits) if correctable else 0.0
+            self._key_noise = self.config.correct * error
+        return self._key_noise
 
     def view(self) -> CacheView:
         """What attention reads, until the next `update`. Only for a layer that has packed rows."""
         assert self.keys is not None
         assert self.values is not None
         held, view = self.dense, self._view
-        if (
-            view is None
-            or view.block_table is not self._table
-            or view.means is not self.means
-            or view.dense_keys is not held.keys
-            or view.dense_positions is not held.positions
-        ):
+        # stores, means and packed lengths change with the table, values and positions with the exact keys
+        if view is None or view.block_table is not self._table or view.dense_keys is not held.keys:
             view = self._view = CacheView(
                 self.keys.packed,
                 self.values.packed,

@@ -70,15 +70,14 @@ def select(op: str, kernel: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return kernel, module
     reasons: list[str] = []
     for name in names:
-        if reason := missing(op, name):
-            reasons.append(f"{name}: {reason}")
-            continue
-        module = _load(op, name)
-        reason = module.unsupported(*args, **kwargs)
+        reason = missing(op, name)
         if reason is None:
-            return name, module
+            module = _load(op, name)
+            reason = module.unsupported(*args, **kwargs)
+            if reason is None:
+                return name, module
+            _count_fallback(op, name, reason)
         reasons.append(f"{name}: {reason}")
-        _count_fallback(op, name, reason)
     raise UnsupportedKernelError(f"no kernel can run {op}: {'; '.join(reasons)}")
 
 
