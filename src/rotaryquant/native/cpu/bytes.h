@@ -23,26 +23,35 @@ RQ_INLINE vb load_bytes(const uint8_t* p) {
 }
 RQ_INLINE void store_bytes(uint8_t* p, vb v) { memcpy(p, &v, sizeof v); }
 
-// What is added to a key's level where it is stored as a byte: the VNNI product wants one side unsigned.
-#if RQ_LANES == 16
-constexpr int kLevelBias = 128;
+// Products of unsigned with signed bytes in one instruction.
+#if RQ_LANES == 16 || (RQ_LANES == 8 && defined(__AVXVNNI__))
+#define RQ_VNNI 1
 #else
-constexpr int kLevelBias = 0;
+#define RQ_VNNI 0
 #endif
 
+// What is added to a key's level where it is stored as a byte: one side of that product is unsigned.
+constexpr int kLevelBias = RQ_VNNI ? 128 : 0;
+
 // The largest byte of a probability: unsigned where the product allows it.
-constexpr int kMostBytes = RQ_LANES == 16 ? 255 : 127;
+constexpr int kMostBytes = RQ_VNNI ? 255 : 127;
 
 // acc[lane] += sum over j < 4 of (levels[4 * lane + j] - kLevelBias) * four[j], less what the bias adds: the caller
 // takes kLevelBias * (sum of all `four`) off. `four`: signed bytes within -127 .. 127.
 RQ_INLINE vi dot4(vi acc, vb levels, int32_t four) {
 #if RQ_LANES == 16
   return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)levels, _mm512_set1_epi32(four));
+#elif RQ_VNNI
+  return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)levels, _mm256_set1_epi32(four));
 #elif RQ_LANES == 8
   const __m256i level = (__m256i)levels;  // |level| <= 128: no sum of two products leaves 16 bits
   const __m256i signed_four = _mm256_sign_epi8(_mm256_set1_epi32(four), level);
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(level), signed_four);
   return acc + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif defined(__SSSE3__)
+  const __m128i level = (__m128i)levels, signed_four = _mm_sign_epi8(_mm_set1_epi32(four), level);
+  const __m128i pairs = _mm_maddubs_epi16(_mm_abs_epi8(level), signed_four);
+  return acc + (vi)_mm_madd_epi16(pairs, _mm_set1_epi16(1));
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
   return (vi)vdotq_s32((int32x4_t)acc, (int8x16_t)levels, vreinterpretq_s8_s32(vdupq_n_s32(four)));
 #elif defined(__aarch64__)
@@ -73,6 +82,8 @@ RQ_INLINE vi dot4(vi acc, vb levels, int32_t four) {
 RQ_INLINE vi dot4_weights(vi acc, vb levels, int32_t four) {
 #if RQ_LANES == 16
   return (vi)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(four), (__m512i)levels);
+#elif RQ_VNNI
+  return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, _mm256_set1_epi32(four), (__m256i)levels);
 #else
   return dot4(acc, levels, four);
 #endif
@@ -142,11 +153,17 @@ RQ_INLINE vb look_up(const LevelTable& table, vb codes) {
 #elif RQ_LANES == 8
   const __m128i entries = _mm_loadu_si128((const __m128i*)table.entries);
   return (vb)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), (__m256i)codes);
+#elif defined(__SSSE3__)
+  return (vb)_mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table.entries), (__m128i)codes);
 #elif defined(__aarch64__)
   return (vb)vqtbl1q_u8(vld1q_u8(table.entries), (uint8x16_t)codes);
 #else
+  uint8_t code[16];  // levels gather in words: a vector read from bytes just written would wait for them
+  memcpy(code, &codes, 16);
+  uint64_t words[2] = {0, 0};
+  for (int l = 0; l < 16; l++) words[l / 8] |= (uint64_t)table.entries[code[l]] << (8 * (l % 8));
   vb levels;
-  for (int l = 0; l < RQ_BYTES; l++) levels[l] = table.entries[codes[l]];
+  memcpy(&levels, words, 16);
   return levels;
 #endif
 }

@@ -183,7 +183,13 @@ struct Kernels {
 namespace base {
 const Kernels& kernels();
 }
+namespace v2 {
+const Kernels& kernels();
+}
 namespace v3 {
+const Kernels& kernels();
+}
+namespace v3vnni {
 const Kernels& kernels();
 }
 namespace v4 {

@@ -2,6 +2,9 @@
 #include <atomic>
 #include <cstring>
 
+#if defined(RQ_X86_VNNI)
+#include <cpuid.h>
+#endif
 #if defined(RQ_ARM_DOTPROD) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -11,6 +14,13 @@
 namespace rq {
 
 namespace {
+
+#if defined(RQ_X86_VNNI)
+bool has_avx_vnni() {  // older compilers have no name for it
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 4));
+}
+#endif
 
 #if defined(RQ_ARM_DOTPROD)
 bool has_dotprod() {
@@ -26,8 +36,8 @@ bool has_dotprod() {
 
 // What this processor can run, best first. The checks name exactly what CMakeLists.txt compiles with.
 struct Choices {
-  const Kernels* kernels[4] = {};
-  const char* names[4] = {};
+  const Kernels* kernels[6] = {};
+  const char* names[6] = {};
 
   Choices() {
     int count = 0;
@@ -38,7 +48,11 @@ struct Choices {
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
     if (has_v4) kernels[count++] = &v4::kernels();
+#if defined(RQ_X86_VNNI)
+    if (has_v3 && has_avx_vnni()) kernels[count++] = &v3vnni::kernels();
+#endif
     if (has_v3) kernels[count++] = &v3::kernels();
+    if (__builtin_cpu_supports("ssse3") && __builtin_cpu_supports("sse4.1")) kernels[count++] = &v2::kernels();
 #elif defined(RQ_ARM_DOTPROD)
     if (has_dotprod()) kernels[count++] = &dotprod::kernels();
 #endif
