@@ -108,7 +108,8 @@ def test_a_peer_that_does_not_load_is_named_with_the_reason(
     (tmp_path / "x.gguf").write_bytes(b"")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "llama_cpp", raising=False)
-    words = ("--depths", "1", *SHORT, "--peers", "llama.cpp", "--llama-gguf", str(tmp_path / "x.gguf"))
+    peers = "llama-f16,llama-q8_0,llama-q4_0"
+    words = ("--depths", "1", *SHORT, "--peers", peers, "--llama-gguf", str(tmp_path / "x.gguf"))
     row = measure("decode", model, *words, "--against", "fp32")["rows"][0]
     assert {peer["reason"] for peer in row["not_tried"] if peer["peer"].startswith("llama")} == {reason}
 
@@ -261,7 +262,7 @@ def test_llama_steps_through_the_binding(
     monkeypatch.setitem(sys.modules, "llama_cpp", fake)
     (tmp_path / "x.gguf").write_bytes(b"")
     row = measure(
-        "decode", model, "--depths", "20", "--against", "fp32", *SHORT, "--peers", "llama.cpp",
+        "decode", model, "--depths", "20", "--against", "fp32", *SHORT, "--peers", "llama-f16,llama-q8_0,llama-q4_0",
         "--llama-gguf", str(tmp_path / "x.gguf"),
     )["rows"][0]  # fmt: skip
     assert [one.options["type_k"] for one in made] == [1, 8, 2]

@@ -15,7 +15,7 @@ import torch
 from cases import Case, packed_attention
 from remote import Remote, build, find, in_use, missing
 
-ISAS = ["dotprod", "base"] if platform.machine() in ("aarch64", "arm64") else ["v4", "v3", "base"]
+ISAS = ["dotprod", "base"] if platform.machine() in ("aarch64", "arm64") else ["v4", "v3vnni", "v3", "v2", "base"]
 
 #: A null pointer ends the program anyway; to check for it takes a third of the compiler's time.
 FLAGS = "-O0 -g1 -fsanitize=address,undefined -fno-sanitize=null -fno-sanitize-recover=all"

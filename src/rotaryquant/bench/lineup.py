@@ -14,8 +14,11 @@ from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.geometry import text_config
 from rotaryquant.integrations.transformers.tokens import bos_policy, encode_text
 
+#: Names of llama.cpp's KV types among `PEERS`. Apart, since it takes minutes to read a long prompt in some of them.
+_LLAMA = {f"llama-{kind}": kind for kind in LLAMA_TYPES}
+
 #: Peers besides transformers' DynamicCache, which is always there.
-PEERS = (*QUANTIZED, "llama.cpp")
+PEERS = (*QUANTIZED, *_LLAMA)
 
 _NOT_ASKED = "not asked for by --peers"
 
@@ -95,9 +98,9 @@ def line_up(loaded: Mapping[str, Loaded], plan: Plan, depth: int) -> tuple[dict[
                 missing[label] = made
             else:
                 entries[label] = Entry(made, dtype)
-    why = _no_llama(plan)
-    for kind in LLAMA_TYPES:
+    for name, kind in _LLAMA.items():
         label = f"llama.cpp {kind}"
+        why = _no_llama(plan) if name in plan.peers else _NOT_ASKED
         if why is not None:
             missing[label] = why
         else:
@@ -108,9 +111,7 @@ def line_up(loaded: Mapping[str, Loaded], plan: Plan, depth: int) -> tuple[dict[
 
 
 def _no_llama(plan: Plan) -> str | None:
-    """Why llama.cpp is not tried, or None."""
-    if "llama.cpp" not in plan.peers:
-        return _NOT_ASKED
+    """Why llama.cpp cannot be tried, or None."""
     return "no --llama-gguf FILE given" if plan.llama is None else missing_package("llama-cpp-python", "llama_cpp")
 
 

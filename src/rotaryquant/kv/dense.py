@@ -66,8 +66,8 @@ class DenseRows:
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Stage new columns.
 
-        keys, values: [batch, num_kv_heads, columns, width], without a graph. A full buffer grows to the next multiple of
-        128, and wants `place` before it is read.
+        keys, values: [batch, num_kv_heads, columns, width], without a graph. A full buffer grows to the next multiple
+        of 128, and wants `place` before it is read.
         """
         columns = keys.shape[2]
         needed = self.count + columns

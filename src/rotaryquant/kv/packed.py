@@ -82,13 +82,14 @@ class PackedLayer(PackedRows):
         Raises ValueError if they differ from those of earlier columns.
         """
         before = self.columns - self._fresh
-        for row, pad in zip(self.rows, pads or (), strict=pads is not None):
+        for index, pad in enumerate(pads or ()):
+            row = self.rows[index]
             if pad == row.pad:
                 continue
             if row.pad < before:
                 raise ValueError(
-                    f"layer {self.layer}: attention_mask gives row {self.rows.index(row)} {pad} left pads, but the cache "
-                    f"was filled with {row.pad}; pass the mask of the whole sequence, padded on the left"
+                    f"layer {self.layer}: attention_mask gives row {index} {pad} left pads, but the cache was filled "
+                    f"with {row.pad}; pass the mask of the whole sequence, padded on the left"
                 )
             row.pad = pad  # a row without tokens so far may still turn out to be padded further
             self.dense.placed = False

@@ -6,7 +6,6 @@ touches memory; nothing here copies a tensor that it can describe.
 
 import ctypes
 import importlib
-import itertools
 import operator
 import weakref
 from functools import cache, lru_cache
@@ -187,13 +186,13 @@ _streams: dict[int, tuple[list[Tensor], str | None, Any]] = {}
 def _described(item: PackedStream) -> tuple[list[Tensor], str | None, Any]:
     """What is known of a stream; found anew when a slab was added or replaced."""
     known = _streams.get(id(item))
-    if known is not None and len(known[0]) == len(item.codes) + len(item.scales):
-        if all(map(operator.is_, known[0], itertools.chain(item.codes, item.scales))):
-            return known
+    slabs = item.codes + item.scales
+    if known is not None and len(known[0]) == len(slabs) and all(map(operator.is_, known[0], slabs)):
+        return known
     if known is None:
         weakref.finalize(item, _streams.pop, id(item), None)
     reason = _stream_reason(item)
-    known = (item.codes + item.scales, reason, _describe(item) if reason is None else None)
+    known = (slabs, reason, _describe(item) if reason is None else None)
     _streams[id(item)] = known
     return known
 

@@ -118,8 +118,9 @@ def enabled(model: PreTrainedModel, kv: str | KVCacheConfig = "iso3") -> Iterato
 
 
 def _check_rotation(config: KVCacheConfig, layer: LayerGeometry) -> None:
-    """Build the layer's tables once: a width that cannot be packed is refused here, and the codebook, which takes a fifth
-    of a second, is not left to the middle of an answer.
+    """Build the layer's tables once: a width that cannot be packed is refused here.
+
+    The codebook takes a fifth of a second, which is not left to the middle of an answer.
     """
     from rotaryquant.formats.codebook import codebook
     from rotaryquant.ops.rotate import build_rotation
