@@ -3,8 +3,8 @@
     python benchmarks/count_instructions.py --out benchmarks/results/instructions.json
 
 Compiles the kernels with the flags of a release, runs one call of each kind under callgrind and prints instructions per
-key and KV head of one decode step, and per value of 32 rows that are appended. AVX-512 (v4) is left out: valgrind does
-not know it.
+key and KV head of one decode step, and per value of 32 rows that are appended. AVX-512 and AVX-VNNI are left out:
+valgrind does not know them.
 """
 
 import argparse
@@ -23,7 +23,7 @@ _REPOSITORY = Path(__file__).resolve().parents[1]
 SHAPES = ((32, 4, 128), (9, 3, 64))
 TOKENS = 4096
 ROWS = 32
-ISAS = ("base", "v3")
+ISAS = ("base", "v2", "v3")
 
 
 @dataclass(frozen=True)
