@@ -68,7 +68,7 @@ void write_part(const Tile& t, const AttentionPart& part, const float* weight) {
 }  // namespace
 
 int64_t attention_scratch(const AttentionArgs& args) {
-  constexpr int64_t counts[] = {kTile, kNarrowRows, kPass};
+  constexpr int64_t counts[] = {kTile, kNarrowRows};
   int64_t most = 0;
   for (int64_t count : counts) {
     Tile tile;

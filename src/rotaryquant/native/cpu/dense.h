@@ -49,12 +49,12 @@ RQ_INLINE void dense_softmax_wide(const Tile& t, const DenseKeys& s, bool masked
 RQ_INLINE void dense_softmax_narrow(const Tile& t, const DenseKeys& s, bool masked) {
   const int64_t count = round_up(s.count, VL);
   for (int64_t r = 0; r < t.count; r++) {
-    float* row = t.scores + r * t.span;
+    float* row = t.scores + r * kSpan;
     for (int64_t k = 0; k < count; k += VL) store(row + k, cap(load(row + k), t.softcap));
   }
   if (masked) hide(t, s.positions, count, true);
   for (int64_t r = 0; r < t.count; r++) {
-    float* row = t.scores + r * t.span;
+    float* row = t.scores + r * kSpan;
     for (int64_t k = s.count; k < count; k++) row[k] = -kInfinity;
     vf most = splat(-kInfinity);
     for (int64_t k = 0; k < count; k += VL) most = maximum(load(row + k), most);
@@ -90,7 +90,7 @@ RQ_INLINE void attend_dense_rows(const Tile& t, const DenseKeys& s, bool masked)
   for (int64_t k = 0; k < s.count; k += kDenseStep) {
     const int64_t count = smaller(kDenseStep, s.count - k);
     read_dense(t, s, true, k, count);
-    if (t.narrow) narrow_scores(t.rows, count, t.key_padded, t.q, t.count, t.scores + k, t.span);
+    if (t.narrow) narrow_scores(t.rows, count, t.key_padded, t.q, t.count, t.scores + k, kSpan);
     else wide_scores(t.rows, count, t.key_width, t.key_padded, t.q, t.lanes, t.scores + k * t.lanes);
   }
   if (t.narrow) dense_softmax_narrow(t, s, masked);
@@ -99,7 +99,7 @@ RQ_INLINE void attend_dense_rows(const Tile& t, const DenseKeys& s, bool masked)
   for (int64_t k = 0; k < s.count; k += kDenseStep) {
     const int64_t count = smaller(kDenseStep, s.count - k);
     read_dense(t, s, false, k, count);
-    if (t.narrow) narrow_values(t.rows, count, t.value_padded, t.scores + k, t.span, t.count, t.dense_out);
+    if (t.narrow) narrow_values(t.rows, count, t.value_padded, t.scores + k, kSpan, t.count, t.dense_out);
     else wide_values(t.rows, count, t.value_width, t.value_padded, t.scores + k * t.lanes, t.lanes, t.dense_out);
   }
 }

@@ -76,13 +76,12 @@ RQ_INLINE void attend_packed(const Tile& t, Span& s) {
 #define RQ_CALL(BITS) *t.value_table = make_level_table<BITS>(values.levels, 0)
   RQ_FOR_BITS(values.bits, RQ_CALL)
 #undef RQ_CALL
-  const int64_t most = values.bits <= 4 ? t.span / kBlock : 1;  // levels of bytes are held, one block of them
   // Only keys that some query of the tile may see.
   int64_t begin = args.num_sinks, end = packed_len;
   if (args.causal) end = smaller(end, t.last_position + 1);
   if (args.window > 0) begin = larger(begin, t.first_position - args.window + 1);
   for (int64_t i = larger(t.unit->block_begin, begin / kBlock), blocks; i < t.unit->block_end; i += blocks) {
-    blocks = open_span(args, *t.unit, packed_len, i, most, s);
+    blocks = open_span(args, *t.unit, packed_len, i, s);
     const int64_t first = larger(begin, i * kBlock), last = smaller(end, (i + blocks) * kBlock);
     if (first >= last) break;
     s.first = first - i * kBlock;
@@ -96,7 +95,9 @@ RQ_INLINE void attend_packed(const Tile& t, Span& s) {
 #define RQ_CALL(BITS) score_span<BITS>(t, s)
     RQ_FOR_BITS(keys.bits, RQ_CALL)
 #undef RQ_CALL
-    packed_softmax(t, s, masked);
+    float scales[kSpan];
+    row_scales(args.values, s.value_scales, s, 0, scales);
+    packed_softmax(t, s, scales, masked);
 #define RQ_CALL(BITS) add_span<BITS>(t, s)
     RQ_FOR_BITS(values.bits, RQ_CALL)
 #undef RQ_CALL

@@ -46,14 +46,13 @@ RQ_INLINE void score_strip(const Tile& t, const Span& s, int64_t strip, bool dir
     const int64_t rows = smaller(kPass, t.count - first);
     strip_dots<BITS>(t, s, strip, first, rows, direct, dots);
     const float *steps = t.q_step + first, *biases = t.bias + first, *noises = t.noise + first;
-    float* out = t.scores + first * t.span + strip * kStrip;
-    const int64_t span = t.span;
+    float* out = t.scores + first * kSpan + strip * kStrip;
     for (int64_t r = 0; r < rows; r++) {
       RQ_UNROLL for (int64_t i = 0; i < kStrip / VL; i++) {
         const vf x = to_f32(load_i32(dots + r * kStrip + i * VL)) * steps[r];
         vf score = x * scale[i] + biases[r];
         if (NOISY) score -= maximum((vf){}, noises[r] - x * x * noise_score) * square[i];
-        store(out + r * span + i * VL, score);
+        store(out + r * kSpan + i * VL, score);
       }
     }
   }
@@ -74,7 +73,7 @@ RQ_INLINE void add_products(const Tile& t, const uint8_t* q, const int32_t* bias
     RQ_FOR_ROWS(rows, RQ_CALL)
 #undef RQ_CALL
     for (int64_t r = 0; r < rows; r++) {
-      float* row = t.scores + (first + r) * t.span + strip * kStrip;
+      float* row = t.scores + (first + r) * kSpan + strip * kStrip;
       for (int64_t k = 0; k < kStrip; k += VL) {
         const vf product = to_f32(load_i32(dots + r * kStrip + k)) * load(scales + strip * kStrip + k);
         store(row + k, load(row + k) + product * factor);
@@ -89,7 +88,7 @@ RQ_INLINE void score_strip_in_parts(const Tile& t, const Span& s, int64_t strip)
   const Stream& keys = t.args->keys;
   float scales[kSpan];
   for (int64_t r = 0; r < t.count; r++) {
-    for (int64_t k = 0; k < kStrip; k += VL) store(t.scores + r * t.span + strip * kStrip + k, (vf){});
+    for (int64_t k = 0; k < kStrip; k += VL) store(t.scores + r * kSpan + strip * kStrip + k, (vf){});
   }
   for (int64_t group = 0; group < keys.codec.groups(); group++) {
     row_scales(keys, s.key_scales, s, group, scales);
@@ -97,7 +96,7 @@ RQ_INLINE void score_strip_in_parts(const Tile& t, const Span& s, int64_t strip)
     if (BITS == 8) add_products(t, t.q_low, t.q_low_bias, 1.0f / 128, group, strip, scales);
   }
   for (int64_t r = 0; r < t.count; r++) {
-    float* row = t.scores + r * t.span + strip * kStrip;
+    float* row = t.scores + r * kSpan + strip * kStrip;
     for (int64_t k = 0; k < kStrip; k += VL) store(row + k, load(row + k) * t.q_step[r] + t.bias[r]);
   }
 }

@@ -17,19 +17,19 @@ constexpr float kCoarseWeight = 1.0f / 64;
 
 // ---- probabilities --------------------------------------------------------------------------------------------
 
-// Logits of NR <= 4 rows from `first` on become probabilities relative to the largest of the span. What the span weighs
-// on the new running maximum is left in s.weight, what everything before it does in t.factor.
+// Logits of NR <= 4 rows from `first` on become probabilities relative to the largest of the span, times the values'
+// scales. What the span weighs on the new running maximum is left in s.weight, what everything before it does in t.factor.
 template <int NR>
-RQ_INLINE void softmax_rows(const Tile& t, Span& s, int64_t first) {
-  const int64_t begin = s.begin, end = s.end, span = t.span;
-  float *rows = t.scores + first * span, shift[VL];
-  vf most[4], total[4];
+RQ_INLINE void softmax_rows(const Tile& t, Span& s, const float* scales, int64_t first) {
+  const int64_t begin = s.begin, end = s.end;
+  float *rows = t.scores + first * kSpan, shift[VL];
+  vf most[4], total[4], largest[4];
   RQ_UNROLL for (int r = 0; r < 4; r++) {
     most[r] = splat(-kInfinity);
-    total[r] = (vf){};
+    total[r] = largest[r] = (vf){};
   }
   for (int64_t k = begin; k < end; k += VL) {
-    RQ_UNROLL for (int r = 0; r < NR; r++) most[r] = maximum(load(rows + r * span + k), most[r]);
+    RQ_UNROLL for (int r = 0; r < NR; r++) most[r] = maximum(load(rows + r * kSpan + k), most[r]);
   }
   const vf found = over_lanes<Most>(most), before = load(t.top + first), top = maximum(found, before);
   // A row that has seen nothing: no infinity less itself.
@@ -37,31 +37,35 @@ RQ_INLINE void softmax_rows(const Tile& t, Span& s, int64_t first) {
   const vf factor = exp2_nonpositive(before - safe), weight = exp2_nonpositive(found - safe);
   store(shift, select(found == -kInfinity, (vf){}, found));
   for (int64_t k = begin; k < end; k += VL) {
+    const vf scale = load(scales + k);
     RQ_UNROLL for (int r = 0; r < NR; r++) {
-      const vf p = exp2_roughly(load(rows + r * span + k) - shift[r]);
+      const vf p = exp2_roughly(load(rows + r * kSpan + k) - shift[r]), scaled = p * scale;
       total[r] += p;
-      store(rows + r * span + k, p);
+      largest[r] = maximum(scaled, largest[r]);
+      store(rows + r * kSpan + k, scaled);
     }
   }
   store_four(t.total + first, load(t.total + first) * factor + over_lanes<Add>(total) * weight);
   store_four(t.top + first, top);
   store_four(t.factor + first, factor);
   store_four(s.weight + first, weight);
+  store_four(s.largest + first, over_lanes<Most>(largest));
 }
 
-RQ_INLINE void packed_softmax(const Tile& t, Span& s, bool masked) {
+// scales: of the values, for their first group of columns.
+RQ_INLINE void packed_softmax(const Tile& t, Span& s, const float* scales, bool masked) {
   for (int64_t r = 0; r < t.count && t.softcap > 0; r++) {
-    float* row = t.scores + r * t.span;
+    float* row = t.scores + r * kSpan;
     for (int64_t k = s.begin; k < s.end; k += VL) store(row + k, cap(load(row + k), t.softcap));
   }
   for (int64_t r = 0; r < t.count && s.end - s.begin > s.last - s.first; r++) {
-    float* row = t.scores + r * t.span;
+    float* row = t.scores + r * kSpan;
     for (int64_t k = s.begin; k < s.first; k++) row[k] = -kInfinity;
     for (int64_t k = s.last; k < s.end; k++) row[k] = -kInfinity;
   }
   if (masked) hide(t, s.positions, s.last, true);
   for (int64_t first = 0; first < t.count; first += 4) {
-#define RQ_CALL(NR) softmax_rows<NR>(t, s, first)
+#define RQ_CALL(NR) softmax_rows<NR>(t, s, scales, first)
     RQ_FOR_FOUR(t.count - first, RQ_CALL)
 #undef RQ_CALL
   }
@@ -69,8 +73,7 @@ RQ_INLINE void packed_softmax(const Tile& t, Span& s, bool masked) {
 
 // ---- bytes ----------------------------------------------------------------------------------------------------
 
-// Rows of one pass: their probabilities times the values' scales as bytes, and how much one step of the high ones adds
-// to `out`.
+// Rows of one pass: their scaled probabilities as bytes, and how much one step of the high ones adds to `out`.
 struct Pass {
   int64_t first, rows;
   bool coarse;  // all low bytes are zero
@@ -81,17 +84,17 @@ RQ_INLINE bool coarse_row(const Tile& t, const Span& s, int64_t r) {
   return s.weight[r] <= kCoarseWeight * t.total[r];
 }
 
-// Bytes of NR <= 4 rows of probabilities, none above 1; the low ones only where there is a place for them.
-// steps[k]: the scale of value k in steps, none above kMost.
+// Bytes of NR <= 4 rows of scaled probabilities; the low ones only where there is a place for them.
 template <int NR>
-RQ_INLINE void round_rows(const Tile& t, const Span& s, const float* rows, const float* steps, const bool* coarse,
-                          uint8_t* high, uint8_t* low) {
-  const int64_t end = s.end, span = t.span;
+RQ_INLINE void round_rows(const Tile& t, const Span& s, int64_t first, const bool* coarse, uint8_t* high, uint8_t* low) {
+  const int64_t end = s.end;
+  const float* rows = t.scores + first * kSpan;
+  float steps[NR];  // per unit of a scaled probability
+  for (int r = 0; r < NR; r++) steps[r] = s.largest[first + r] > 0 ? kMost / s.largest[first + r] : 0.0f;
   for (int64_t k = s.begin; k < end; k += VL) {
-    const vf step = load(steps + k);
     vi upper[4] = {}, lower[4] = {};
     RQ_UNROLL for (int r = 0; r < NR; r++) {
-      const vf p = load(rows + r * span + k) * step;
+      const vf p = load(rows + r * kSpan + k) * steps[r];
       if (!low || coarse[r]) {
         upper[r] = round_to_i32(p);
       } else {
@@ -105,22 +108,32 @@ RQ_INLINE void round_rows(const Tile& t, const Span& s, const float* rows, const
   }
 }
 
-// largest: of the values' scales.
-RQ_INLINE void round_pass(const Tile& t, const Span& s, const float* steps, float largest, Pass& pass) {
+RQ_INLINE void round_pass(const Tile& t, const Span& s, Pass& pass) {
   bool coarse[kPass];
   pass.coarse = true;
   for (int64_t i = 0; i < pass.rows; i++) {
     coarse[i] = coarse_row(t, s, pass.first + i);
     pass.coarse = pass.coarse && coarse[i];
-    pass.step[i] = s.weight[pass.first + i] * largest * (1.0f / kMost);
+    pass.step[i] = s.weight[pass.first + i] * s.largest[pass.first + i] * (1.0f / kMost);
   }
   for (int64_t i = 0; i < pass.rows; i += 4) {
-    const int64_t at = (pass.first + i) * t.span;
-    const float* rows = t.scores + at;
+    const int64_t first = pass.first + i, at = first * kSpan;
     uint8_t *high = t.p_high + at, *low = pass.coarse ? nullptr : t.p_low + at;
-#define RQ_CALL(NR) round_rows<NR>(t, s, rows, steps, coarse + i, high, low)
+#define RQ_CALL(NR) round_rows<NR>(t, s, first, coarse + i, high, low)
     RQ_FOR_FOUR(pass.rows - i, RQ_CALL)
 #undef RQ_CALL
+  }
+}
+
+// Scaled probabilities of all rows with the scales of another group of columns instead of those before.
+RQ_INLINE void change_scales(const Tile& t, Span& s, const float* before, const float* scales) {
+  for (int64_t r = 0; r < t.count; r++) {
+    float* row = t.scores + r * kSpan;
+    s.largest[r] = 0;
+    for (int64_t k = s.begin; k < s.end; k++) {
+      row[k] = before[k] != 0 ? row[k] / before[k] * scales[k] : 0.0f;
+      s.largest[r] = row[k] > s.largest[r] ? row[k] : s.largest[r];
+    }
   }
 }
 
@@ -131,7 +144,7 @@ RQ_INLINE void round_pass(const Tile& t, const Span& s, const float* steps, floa
 template <int BITS, int NC>
 RQ_INLINE void value_dots(const Tile& t, const Span& s, const Pass& pass, int64_t chunk, const uint8_t* levels,
                           const uint8_t* p, int32_t* sums) {
-  const int64_t strips = (s.end - s.begin) / kStrip, stride = 4 * t.span;
+  const int64_t strips = (s.end - s.begin) / kStrip, stride = 4 * kSpan;
 #if RQ_LANES == 16
   if (BITS <= 4 && !levels) {
     const uint8_t* const* codes = s.value_strips + s.begin / kStrip;
@@ -145,7 +158,7 @@ RQ_INLINE void value_dots(const Tile& t, const Span& s, const Pass& pass, int64_
     return;
   }
 #else
-  (void)chunk;
+  (void)t, (void)chunk;
 #endif
 #define RQ_CALL(NR) value_products<NR, NC>(levels, strips, p, stride, sums)
   RQ_FOR_ROWS(pass.rows, RQ_CALL)
@@ -155,7 +168,7 @@ RQ_INLINE void value_dots(const Tile& t, const Span& s, const Pass& pass, int64_
 // out of the pass = what it was on the new maximum, and products of its probabilities with those chunks.
 template <int BITS, int NC>
 RQ_INLINE void add_values(const Tile& t, const Span& s, const Pass& pass, int64_t chunk, const uint8_t* levels) {
-  const int64_t at = pass.first * t.span + 4 * s.begin;
+  const int64_t at = pass.first * kSpan + 4 * s.begin;
   int32_t upper[kPass * NC * kChunkColumns], lower[kPass * NC * kChunkColumns];
   value_dots<BITS, NC>(t, s, pass, chunk, levels, t.p_high + at, upper);
   if (!pass.coarse) value_dots<BITS, NC>(t, s, pass, chunk, levels, t.p_low + at, lower);
@@ -195,26 +208,28 @@ RQ_INLINE void add_chunks(const Tile& t, const Span& s, const Pass* passes, int6
   }
 }
 
+// Probabilities are scaled for the first group of columns.
 template <int BITS>
-void add_span(const Tile& t, const Span& s) {
+void add_span(const Tile& t, Span& s) {
   const Stream& values = t.args->values;
   const int64_t groups = values.codec.groups(), chunks = t.value_columns / kChunkColumns / groups;
   const int64_t num_passes = (t.count + kPass - 1) / kPass;
   Pass passes[kTile / kPass];
-  float steps[kSpan];
   for (int64_t group = 0; group < groups; group++) {
-    row_scales(values, s.value_scales, s, group, steps);
-    vf most = {};
-    for (int64_t k = s.begin; k < s.end; k += VL) most = maximum(load(steps + k), most);
-    const float largest = max_lane(most), per_scale = largest > 0 ? kMost / largest : 0.0f;
-    for (int64_t k = s.begin; k < s.end; k += VL) store(steps + k, load(steps + k) * per_scale);
+    if (group > 0) {
+      float scales[2][kSpan];
+      row_scales(values, s.value_scales, s, group - 1, scales[0]);
+      row_scales(values, s.value_scales, s, group, scales[1]);
+      change_scales(t, s, scales[0], scales[1]);
+    }
     for (int64_t i = 0; i < num_passes; i++) {
       passes[i].first = i * kPass;
       passes[i].rows = smaller(kPass, t.count - i * kPass);
-      round_pass(t, s, steps, largest, passes[i]);
+      round_pass(t, s, passes[i]);
     }
-    for (int64_t c = 0; c < chunks; c += kValueChunks) {
-      add_chunks<BITS>(t, s, passes, num_passes, group * chunks + c, smaller(kValueChunks, chunks - c));
+    const int64_t step = from_codes<BITS>(t, s) ? kValueChunks : kHeldChunks;
+    for (int64_t c = 0; c < chunks; c += step) {
+      add_chunks<BITS>(t, s, passes, num_passes, group * chunks + c, smaller(step, chunks - c));
     }
   }
 }

@@ -6,6 +6,7 @@
 #endif
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <exception>
@@ -118,13 +119,24 @@ Pool& pool() {
   return *expected;
 }
 
+using Clock = std::chrono::steady_clock;
+
+// Loops for which borrowed threads are left alone after one of them kept the caller waiting for longer than it worked
+// itself: the machine is crowded, and such a loop returns only when all of its threads have been awake.
+constexpr int kLoopsApart = 256;
+constexpr Clock::duration kPatience = std::chrono::microseconds(50);
+std::atomic<int> loops_apart{0};
+
 // One loop on borrowed threads, each of which takes indices until there are none.
 struct Loop {
-  Loop(const std::function<void(int64_t)>& body_, int64_t count_) : body(body_), count(count_) {}
+  Loop(const std::function<void(int64_t)>& body_, int64_t count_)
+      : body(body_), count(count_), caller(std::this_thread::get_id()) {}
 
   const std::function<void(int64_t)>& body;
   const int64_t count;
   std::atomic<int64_t> next{0};
+  const std::thread::id caller;
+  Clock::time_point done;  // when the caller found no index left
   std::mutex mutex;
   std::exception_ptr failure;
 
@@ -137,6 +149,14 @@ struct Loop {
       std::lock_guard<std::mutex> lock(loop.mutex);
       loop.failure = std::current_exception();
     }
+    if (std::this_thread::get_id() == loop.caller) loop.done = Clock::now();
+  }
+
+  void run(Parallel parallel, int threads) {
+    const Clock::time_point start = Clock::now();
+    parallel(&Loop::work, this, static_cast<unsigned>(threads), 0);
+    if (Clock::now() - done > done - start + kPatience) loops_apart = kLoopsApart;
+    if (failure) std::rethrow_exception(failure);
   }
 };
 
@@ -156,11 +176,10 @@ void borrow_threads(Parallel parallel) {
 void parallel_for(int64_t count, int threads, const std::function<void(int64_t)>& body) {
   const int useful = count < threads ? static_cast<int>(count) : threads;
   if (useful > 1) {
-    if (const Parallel parallel = borrowed.load()) {
-      Loop loop(body, count);
-      parallel(&Loop::work, &loop, static_cast<unsigned>(useful), 0);
-      if (loop.failure) std::rethrow_exception(loop.failure);
-      return;
+    if (loops_apart > 0) {
+      loops_apart--;
+    } else if (const Parallel parallel = borrowed.load()) {
+      return Loop(body, count).run(parallel, useful);
     }
     if (pool().run(count, useful, body)) return;
   }

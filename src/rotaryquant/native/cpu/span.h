@@ -14,12 +14,14 @@ struct Span {
   int64_t first, last;  // keys that can still be seen
   int64_t begin, end;   // the same in whole strips
   int64_t filled;       // keys that hold codes
-  bool sealed;          // all strips up to `end` are
+  bool sealed;          // whether all their strips are
   // Codes of each strip and of those that follow, to be fetched ahead; where none follow, of the last again.
   const uint8_t *key_strips[kSpanStrips + kAheadStrips], *value_strips[kSpanStrips + kAheadStrips];
   const uint16_t *key_scales[kSpanBlocks], *value_scales[kSpanBlocks];
   int32_t positions[kSpan];
-  float weight[kTile + VL];  // of each query row: the span's largest logit on the running maximum
+  // Of each query row: the weight of the span's largest logit on the running maximum, and the largest probability times a
+  // value's scale.
+  float weight[kTile + VL], largest[kTile + VL];
 };
 
 RQ_INLINE void list_strips(const Stream& stream, int64_t block, int64_t head, const uint8_t** strips) {
@@ -27,33 +29,23 @@ RQ_INLINE void list_strips(const Stream& stream, int64_t block, int64_t head, co
   for (int64_t i = 0; i < kStrips; i++) strips[i] = codes + i * kStrip * stream.code_row;
 }
 
-// The blocks from `index` on that are taken together, at most `most`. A block with rows that are not sealed stays alone.
+// The blocks from `index` on that are taken together: up to the next multiple of kSpanBlocks, so that a query's blocks are
+// divided in the same way whatever else a tile holds.
 RQ_INLINE int64_t open_span(const AttentionArgs& args, const AttentionUnit& unit, int64_t packed_len, int64_t index,
-                            int64_t most, Span& s) {
+                            Span& s) {
   const Stream &keys = args.keys, &values = args.values;
-  const bool reordered = has_strips(keys.codec.width) && has_strips(values.codec.width);
-  const int32_t* table = args.block_table + unit.batch * args.max_blocks;
-  const int64_t left = unit.block_end - index;
-  int64_t blocks = 0;
-  do {
-    const int64_t rows = smaller(kBlock, packed_len - (index + blocks) * kBlock), block = table[index + blocks];
-    s.sealed = reordered && rows % kStrip == 0;
-    if (!s.sealed && blocks > 0) {
-      s.sealed = true;
-      break;
-    }
-    list_strips(keys, block, unit.kv_head, s.key_strips + blocks * kStrips);
-    list_strips(values, block, unit.kv_head, s.value_strips + blocks * kStrips);
-    s.key_scales[blocks] = keys.scale_rows(block, unit.kv_head);
-    s.value_scales[blocks] = values.scale_rows(block, unit.kv_head);
-    s.filled = blocks * kBlock + rows;
-    blocks++;
-  } while (s.sealed && blocks < smaller(most, left));
-  for (int64_t i = blocks; i < blocks + kAheadStrips / kStrips; i++) {
-    const int64_t next = table[index + smaller(i, left - 1)];
-    list_strips(keys, next, unit.kv_head, s.key_strips + i * kStrips);
-    list_strips(values, next, unit.kv_head, s.value_strips + i * kStrips);
+  const int32_t* table = args.block_table + unit.batch * args.max_blocks + index;
+  const int64_t left = unit.block_end - index, blocks = smaller(left, kSpanBlocks - index % kSpanBlocks);
+  for (int64_t i = 0; i < blocks + kAheadStrips / kStrips; i++) {
+    const int64_t block = table[smaller(i, left - 1)];
+    list_strips(keys, block, unit.kv_head, s.key_strips + i * kStrips);
+    list_strips(values, block, unit.kv_head, s.value_strips + i * kStrips);
+    if (i >= blocks) continue;
+    s.key_scales[i] = keys.scale_rows(block, unit.kv_head);
+    s.value_scales[i] = values.scale_rows(block, unit.kv_head);
   }
+  s.filled = smaller(blocks * kBlock, packed_len - index * kBlock);
+  s.sealed = has_strips(keys.codec.width) && has_strips(values.codec.width) && s.filled % kStrip == 0;
   return blocks;
 }
 

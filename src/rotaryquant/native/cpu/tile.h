@@ -14,10 +14,11 @@ namespace RQ_ISA {
 
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 constexpr int64_t kDenseStep = 32;   // exact keys read at a time: they stay in the first-level cache
-constexpr int64_t kValueChunks = 4;  // chunks of values whose levels are held at a time
+constexpr int64_t kValueChunks = 4;  // chunks of values that products take at a time
+constexpr int64_t kHeldChunks = RQ_LANES == 16 ? 2 : 4;  // of which levels are held
 constexpr int64_t kStrips = kBlock / kStrip;
 // Packed blocks that are scored before any of them is weighed, so that what a softmax costs beyond its keys is paid less
-// often. Only where levels are looked up in the products themselves: else they would leave the first-level cache.
+// often; more than one only where their levels and scores still fit the caches close by.
 constexpr int64_t kSpanBlocks = RQ_LANES == 16 ? 4 : 1;
 constexpr int64_t kSpan = kSpanBlocks * kBlock;
 #if defined(__SANITIZE_ADDRESS__)
@@ -38,16 +39,15 @@ struct Tile {
   int64_t first_position, last_position;  // of the tile's queries that have one
   bool pads;                              // some query has no position
   float softcap, noise_score;             // in units of ln 2
-  int64_t span;                           // packed keys taken at a time
-  float* scores;                          // packed and narrow [lanes][span], wide [kBlock][lanes]
+  float* scores;                          // packed and narrow [lanes][kSpan], wide [kBlock][lanes]
   // Packed rows.
   // Rotated queries as 128 * high + low steps, [lanes / 4][key_columns / 4][4 rows][4]; low only at 8 bits.
   uint8_t *q_high, *q_low;
   float* q_step;           // [lanes], of `high`, times the scale
   int32_t *q_high_bias, *q_low_bias;  // [groups][lanes]: what products with a group's columns start from
-  uint8_t *levels, *codes;          // one strip of keys or kValueChunks chunks of values; one strip of codes
+  uint8_t *levels, *codes;          // one strip of keys or kHeldChunks chunks of values; one strip of codes
   LevelTable *key_table, *value_table;
-  uint8_t *p_high, *p_low;  // probabilities in the same way, [lanes / 4][span / 4][4 rows][4]
+  uint8_t *p_high, *p_low;  // probabilities in the same way, [lanes / 4][kSpan / 4][4 rows][4]
   float* out;                       // [lanes][value_columns]
   // Exact rows: vectors along the width where there are few query rows (narrow), else along the query rows (wide).
   bool narrow;
@@ -93,8 +93,7 @@ RQ_INLINE int64_t lay_out(Tile& t, const AttentionArgs& args, int64_t count, cha
   t.bias = arena.take<float>(lanes);
   t.noise = arena.take<float>(lanes);
   t.query_positions = arena.take<int32_t>(lanes);
-  t.span = count <= kPass ? kSpan : kBlock;
-  t.scores = arena.take<float>(t.lanes * t.span);
+  t.scores = arena.take<float>(t.lanes * kSpan);
   if (args.packed) {
     const int64_t groups = args.keys.codec.groups();
     t.q_high = arena.take<uint8_t>(t.lanes * t.key_columns);
@@ -102,12 +101,12 @@ RQ_INLINE int64_t lay_out(Tile& t, const AttentionArgs& args, int64_t count, cha
     t.q_step = arena.take<float>(lanes);
     t.q_high_bias = arena.take<int32_t>(groups * lanes);
     t.q_low_bias = arena.take<int32_t>(groups * lanes);
-    t.levels = arena.take<uint8_t>(larger(kStrip * t.key_columns, kValueChunks * kStrips * kChunkVectors * kVector));
+    t.levels = arena.take<uint8_t>(larger(kStrip * t.key_columns, kHeldChunks * kSpanBlocks * kStrips * kChunkVectors * kVector));
     t.codes = arena.take<uint8_t>(kStrip * larger(t.key_columns, t.value_columns));
     t.key_table = arena.take<LevelTable>(1);
     t.value_table = arena.take<LevelTable>(1);
-    t.p_high = arena.take<uint8_t>(t.lanes * t.span);
-    t.p_low = arena.take<uint8_t>(t.lanes * t.span);
+    t.p_high = arena.take<uint8_t>(t.lanes * kSpan);
+    t.p_low = arena.take<uint8_t>(t.lanes * kSpan);
     t.out = arena.take<float>(t.lanes * t.value_columns);
   }
   if (args.dense_out) {
@@ -151,7 +150,7 @@ RQ_INLINE void hide(const Tile& t, const int32_t* positions, int64_t count, bool
   const AttentionArgs& args = *t.args;
   for (int64_t a = 0; a < (by_row ? t.count : count); a++) {
     for (int64_t b = 0; b < (by_row ? count : t.lanes); b += VL) {
-      float* at = t.scores + a * (by_row ? t.span : t.lanes) + b;
+      float* at = t.scores + a * (by_row ? kSpan : t.lanes) + b;
       const vi h = by_row ? hidden(args, splat_i32(t.query_positions[a]), load_i32(positions + b))
                           : hidden(args, load_i32(t.query_positions + b), splat_i32(positions[a]));
       store(at, select(h, splat(-kInfinity), load(at)));
@@ -164,7 +163,7 @@ RQ_INLINE void hide(const Tile& t, const int32_t* positions, int64_t count, bool
     const uint8_t* seen = args.mask + t.unit->batch * args.mask_batch + head * args.mask_head + row * args.mask_row;
     for (int64_t k = 0; k < count; k++) {
       if (positions[k] < 0 || seen[positions[k] * args.mask_column]) continue;
-      t.scores[by_row ? r * t.span + k : k * t.lanes + r] = -kInfinity;
+      t.scores[by_row ? r * kSpan + k : k * t.lanes + r] = -kInfinity;
     }
   }
 }
