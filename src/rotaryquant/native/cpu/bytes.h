@@ -89,8 +89,8 @@ RQ_INLINE vi dot4_weights(vi acc, vb levels, int32_t four) {
 #endif
 }
 
-// Four rows of bytes, interleaved as products want them: out[16 * i + 4 * r + j] is lane 4 * i + j of row r, of integers
-// within -127 .. 127, or 0 .. 255 where `weights`.
+// Four rows of bytes, interleaved as products want them: out[16 * i + 4 * r + j] is lane 4 * i + j of row r, of
+// integers within -127 .. 127, or 0 .. 255 where `weights`.
 RQ_INLINE void store_quads(uint8_t* out, vi a, vi b, vi c, vi d, bool weights) {
 #if RQ_LANES == 16
   const __m512i ab = _mm512_packs_epi32((__m512i)a, (__m512i)b), cd = _mm512_packs_epi32((__m512i)c, (__m512i)d);

@@ -246,7 +246,7 @@ NB_MODULE(_native, m) {
   m.def("attention", &py_attention, "q"_a, "view"_a, "scale"_a, "causal"_a, "window"_a, "softcap"_a, "noise_query"_a,
         "noise_score"_a, "sink_logits"_a.none(), "mask"_a.none(), "inverse"_a, "out"_a, "threads"_a, Release());
   m.def("borrow_threads", [](uint64_t address) { borrow_threads(reinterpret_cast<Parallel>(address)); }, "address"_a,
-        "Run loops on the threads of the OpenMP runtime whose GOMP_parallel lies at this address; 0: on threads of our own.");
+        "Run loops on threads of the OpenMP runtime with GOMP_parallel at this address; 0: on threads of our own.");
   m.def("roof", &py_roof, "kind"_a, "data"_a, "rounds"_a, "threads"_a, Release());
   m.def("instruction_sets", &py_available, "Instruction sets of this build that this processor has, best first.");
   m.def("instruction_set", [] { return std::string(kernels().name); }, "The instruction set in use.");

@@ -151,8 +151,8 @@ RQ_INLINE void key_code_products(const LevelTable& table, const uint8_t* codes, 
   }
 }
 
-// sums[r][chunk][column] as above, from NC chunks at `offset` bytes of each of `strips` sealed strips. next: what will be
-// read after these, the chunks of kAheadStrips strips.
+// sums[r][chunk][column] as above, from NC chunks at `offset` bytes of each of `strips` sealed strips. next: what will
+// be read after these, the chunks of kAheadStrips strips.
 template <int BITS, int NR, int NC>
 RQ_INLINE void value_code_products(const LevelTable& table, const uint8_t* const* codes, int64_t offset, int64_t strips,
                                    const uint8_t* p, int64_t stride, const uint8_t* const* next, int64_t next_offset,

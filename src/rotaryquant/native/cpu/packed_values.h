@@ -11,14 +11,15 @@ namespace RQ_ISA {
 constexpr float kMost = (float)kMostBytes;
 
 // Where a span's largest probability weighs at most this much of what a query row has summed so far, one byte of it is
-// enough: each of its keys errs by at most half a step, 1/254 or 1/510 of that. Each row decides for itself, so that its
-// result does not depend on its neighbours.
+// enough: each of its keys errs by at most half a step, 1/254 or 1/510 of that. Each row decides for itself, so that
+// its result does not depend on its neighbours.
 constexpr float kCoarseWeight = 1.0f / 64;
 
 // ---- probabilities --------------------------------------------------------------------------------------------
 
 // Logits of NR <= 4 rows from `first` on become probabilities relative to the largest of the span, times the values'
-// scales. What the span weighs on the new running maximum is left in s.weight, what everything before it does in t.factor.
+// scales. What the span weighs on the new running maximum is left in s.weight, what everything before it does in
+// t.factor.
 template <int NR>
 RQ_INLINE void softmax_rows(const Tile& t, Span& s, const float* scales, int64_t first) {
   const int64_t begin = s.begin, end = s.end;
@@ -86,7 +87,8 @@ RQ_INLINE bool coarse_row(const Tile& t, const Span& s, int64_t r) {
 
 // Bytes of NR <= 4 rows of scaled probabilities; the low ones only where there is a place for them.
 template <int NR>
-RQ_INLINE void round_rows(const Tile& t, const Span& s, int64_t first, const bool* coarse, uint8_t* high, uint8_t* low) {
+RQ_INLINE void round_rows(const Tile& t, const Span& s, int64_t first, const bool* coarse, uint8_t* high,
+                          uint8_t* low) {
   const int64_t end = s.end;
   const float* rows = t.scores + first * kSpan;
   float steps[NR];  // per unit of a scaled probability
@@ -192,8 +194,8 @@ RQ_INLINE void add_chunks(const Tile& t, const Span& s, const Pass* passes, int6
   const bool direct = from_codes<BITS>(t, s);
   for (int64_t i = 0; i < strips && !direct; i++) {
     const int64_t strip = s.begin / kStrip + i;
-    strip_levels<BITS>(*t.value_table, t.args->values, s.value_strips[strip], s.filled - strip * kStrip, t.value_columns,
-                       chunk, count, t.codes, t.levels + i * kChunkVectors * kVector, step);
+    strip_levels<BITS>(*t.value_table, t.args->values, s.value_strips[strip], s.filled - strip * kStrip,
+                       t.value_columns, chunk, count, t.codes, t.levels + i * kChunkVectors * kVector, step);
   }
   for (int64_t i = 0; i < num_passes; i++) {
     if (count == kValueChunks && passes[i].rows <= 3) {

@@ -15,8 +15,8 @@ void parallel_for(int64_t count, int threads, const std::function<void(int64_t)>
 // loop left them, often still awake, and workers of our own would have to take their processors away from them.
 using Parallel = void (*)(void (*work)(void*), void* data, unsigned threads, unsigned flags);
 
-// Runs loops on the threads of that runtime from now on, except for a while after one of them kept a loop waiting; null: on
-// workers of our own. Forked children never borrow.
+// Runs loops on the threads of that runtime from now on, except for a while after one of them kept a loop waiting;
+// null: on workers of our own. Forked children never borrow.
 void borrow_threads(Parallel parallel);
 
 // At least `bytes` of memory aligned to 64 bytes, this thread's own, kept until the thread ends or asks for more.

@@ -24,7 +24,8 @@ RQ_INLINE HeadRotation rotation_of(const Rotation& rotation, int64_t head, bool 
   if (passage.blocks) passage.blocks += head * 4 * pitch;
   if (passage.after) passage.after += head * pitch;
   const float* matrix = rotation.matrix ? rotation.matrix + head * rotation.width * rotation.width : nullptr;
-  return {rotation.width, round_up(rotation.width, VL), pitch, rotation.power, rotation.order, inverse, passage, matrix};
+  return {rotation.width, round_up(rotation.width, VL), pitch, rotation.power, rotation.order,
+          inverse,        passage,                      matrix};
 }
 
 RQ_INLINE void multiply(float* x, const float* factors, int64_t padded) {

@@ -19,8 +19,8 @@ struct Span {
   const uint8_t *key_strips[kSpanStrips + kAheadStrips], *value_strips[kSpanStrips + kAheadStrips];
   const uint16_t *key_scales[kSpanBlocks], *value_scales[kSpanBlocks];
   int32_t positions[kSpan];
-  // Of each query row: the weight of the span's largest logit on the running maximum, and the largest probability times a
-  // value's scale.
+  // Of each query row: the weight of the span's largest logit on the running maximum, and the largest probability
+  // times a value's scale.
   float weight[kTile + VL], largest[kTile + VL];
 };
 
@@ -29,8 +29,8 @@ RQ_INLINE void list_strips(const Stream& stream, int64_t block, int64_t head, co
   for (int64_t i = 0; i < kStrips; i++) strips[i] = codes + i * kStrip * stream.code_row;
 }
 
-// The blocks from `index` on that are taken together: up to the next multiple of kSpanBlocks, so that a query's blocks are
-// divided in the same way whatever else a tile holds.
+// The blocks from `index` on that are taken together: up to the next multiple of kSpanBlocks, so that a query's blocks
+// are divided in the same way whatever else a tile holds.
 RQ_INLINE int64_t open_span(const AttentionArgs& args, const AttentionUnit& unit, int64_t packed_len, int64_t index,
                             Span& s) {
   const Stream &keys = args.keys, &values = args.values;

@@ -17,8 +17,8 @@ constexpr int64_t kDenseStep = 32;   // exact keys read at a time: they stay in 
 constexpr int64_t kValueChunks = 4;  // chunks of values that products take at a time
 constexpr int64_t kHeldChunks = RQ_LANES == 16 ? 2 : 4;  // of which levels are held
 constexpr int64_t kStrips = kBlock / kStrip;
-// Packed blocks that are scored before any of them is weighed, so that what a softmax costs beyond its keys is paid less
-// often; more than one only where their levels and scores still fit the caches close by.
+// Packed blocks that are scored before any of them is weighed, so that what a softmax costs beyond its keys is paid
+// less often. Each takes room for levels and scores in the caches close by.
 constexpr int64_t kSpanBlocks = RQ_LANES == 16 ? 4 : 1;
 constexpr int64_t kSpan = kSpanBlocks * kBlock;
 #if defined(__SANITIZE_ADDRESS__)
@@ -101,7 +101,8 @@ RQ_INLINE int64_t lay_out(Tile& t, const AttentionArgs& args, int64_t count, cha
     t.q_step = arena.take<float>(lanes);
     t.q_high_bias = arena.take<int32_t>(groups * lanes);
     t.q_low_bias = arena.take<int32_t>(groups * lanes);
-    t.levels = arena.take<uint8_t>(larger(kStrip * t.key_columns, kHeldChunks * kSpanBlocks * kStrips * kChunkVectors * kVector));
+    const int64_t value_levels = kHeldChunks * kSpanBlocks * kStrips * kChunkVectors * kVector;
+    t.levels = arena.take<uint8_t>(larger(kStrip * t.key_columns, value_levels));
     t.codes = arena.take<uint8_t>(kStrip * larger(t.key_columns, t.value_columns));
     t.key_table = arena.take<LevelTable>(1);
     t.value_table = arena.take<LevelTable>(1);
