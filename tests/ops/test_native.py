@@ -233,6 +233,22 @@ def test_threads_change_no_code_and_hardly_a_sum(threads: Any) -> None:
         assert float((out - results[0][2]).abs().max()) < 5e-3 * float(results[0][2].abs().max())
 
 
+@needs_native
+def test_the_threads_of_torch_compute_what_ours_do(threads: Any) -> None:
+    address = native._parallel_of_torch()
+    if address is None:
+        pytest.skip("torch runs on no libgomp here")
+    x, rotation = torch.randn(1, 2, 4096, 64), build_rotation(KEY, 0, 2)
+    threads(2)
+    try:
+        native.module().borrow_threads(0)
+        ours = rotate(x, rotation, kernel="cpu")
+        native.module().borrow_threads(address)
+        assert torch.equal(rotate(x, rotation, kernel="cpu"), ours)
+    finally:
+        native.module().borrow_threads(address)
+
+
 _FORK = """
 import os, sys
 from pathlib import Path

@@ -42,8 +42,8 @@ def packed_attention(
     inverse: rotate the packed part of the output back; False leaves it rotated, to see that this is felt.
     q_dtype, p_dtype: float32, bfloat16 or int8, the precision at which queries (per row and head) and
     probabilities meet the codes. None: the kernel's own. The reference computes in float32; cpu rounds queries to
-    int8 (to 15 bits where keys have 8) and probabilities to 7 bits of their block's largest, or to 14 where the block
-    weighs more than 1/64 of the sum so far.
+    int8 (to 15 bits where keys have 8) and probabilities to a byte of the largest among the keys taken together, or
+    to two where those weigh more than 1/64 of the sum so far (docs/kernels.md).
     Returns [batch, num_heads, rows, value_width] in q's dtype; sums are fp32.
     """
     heads = view.key_rotation.num_kv_heads
