@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rotaryquant.counters import Counters, visible_pairs
 from rotaryquant.kv.packed import PackedLayer
-from rotaryquant.ops.packed_attention import packed_attention
+from rotaryquant.ops.packed_attention import Options, packed_attention, prepare
 
 
 class AttentionOptions(NamedTuple):
@@ -56,18 +56,31 @@ def attend(
     return _packed(layer, queries, options, mask)
 
 
-def _packed(layer: PackedLayer, queries: Tensor, options: AttentionOptions, mask: Tensor | None) -> Tensor:
-    return packed_attention(
-        queries,
-        layer.view(),
-        scale=options.scale,
-        causal=mask is None,
-        window=options.window,
-        softcap=options.softcap,
-        sink_logits=options.sink_logits,
-        mask=mask,
-        key_noise=layer.key_noise,
-        inverse=layer.config.inverse,
+def _packed(layer: PackedLayer, queries: Tensor, given: AttentionOptions, mask: Tensor | None) -> Tensor:
+    view, prepared = layer.view(), layer.prepared
+    if prepared is None or not _agree(prepared[0], given):
+        options = Options(
+            scale=given.scale,
+            window=given.window,
+            softcap=given.softcap,
+            sink_logits=given.sink_logits,
+            key_noise=layer.key_noise,
+            inverse=layer.config.inverse,
+        )
+        prepared = layer.prepared = options, prepare(queries, view, options)
+    options, call = prepared
+    if mask is not None:
+        return packed_attention(queries, view, **options._replace(causal=False)._asdict(), mask=mask)
+    out: Tensor = call(queries, view, options, None)
+    return out
+
+
+def _agree(options: Options, given: AttentionOptions) -> bool:
+    return (
+        options.sink_logits is given.sink_logits
+        and options.scale == given.scale
+        and options.window == given.window
+        and options.softcap == given.softcap
     )
 
 
@@ -140,16 +153,20 @@ def _dense_softmax(queries: Tensor, keys: Tensor, values: Tensor, allowed: Tenso
 
 
 def _count(layer: PackedLayer, rows: int, window: int, counters: Counters) -> None:
-    if torch.compiler.is_compiling():
-        return
-    sinks, packed_any = layer.config.sinks, False
+    sinks, columns, packed, visible, packed_any = layer.config.sinks, layer.columns, 0, 0, False
     for row in layer.rows:
-        seq_len, end = max(0, layer.columns - row.pad), row.packed_len
-        begin = min(sinks, end)
-        packed = visible_pairs(rows, seq_len, begin, end, window)
-        counters.packed_reads += packed
-        counters.dense_reads += visible_pairs(rows, seq_len, 0, seq_len, window) - packed
+        seq_len, end = columns - row.pad, row.packed_len
         packed_any = packed_any or end > 0
+        if seq_len <= 0:
+            continue
+        if rows == 1 and window == 0:  # a step of most layers: it sees everything
+            packed += end - sinks if end > sinks else 0
+            visible += seq_len
+        else:
+            packed += visible_pairs(rows, seq_len, min(sinks, end), end, window)
+            visible += visible_pairs(rows, seq_len, 0, seq_len, window)
+    counters.packed_reads += packed
+    counters.dense_reads += visible - packed
     if packed_any:
         counters.packed_calls += 1
     else:

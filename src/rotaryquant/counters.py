@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 
 
-@dataclass
+@dataclass(slots=True)
 class Counters:
     """Sums over layers and query positions of the key rows that were visible, by where they lay.
 

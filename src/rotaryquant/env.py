@@ -1,11 +1,13 @@
 """The only reader of environment variables. `docs/environment.md` lists what is read here."""
 
 import os
+from functools import cache
 from pathlib import Path
 
 
+@cache
 def kernel_override() -> str | None:
-    """Kernel name forced for every op (`RQ_KERNEL`), or None for automatic choice."""
+    """Kernel name forced for every op (`RQ_KERNEL`), or None for automatic choice; read at the first call of any op."""
     return os.environ.get("RQ_KERNEL") or None
 
 

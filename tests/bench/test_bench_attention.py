@@ -14,6 +14,7 @@ from rotaryquant.ops import native
 from rotaryquant.ops.packed_attention import cpu as attention_cpu
 from rotaryquant.ops.packed_attention import packed_attention
 from support.commands import Run, is_error
+from support.kernels import force_kernel
 
 needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
@@ -84,7 +85,7 @@ def test_the_roof_is_the_larger_of_both(measure: Callable[..., dict[str, Any]]) 
 def test_without_compiled_kernels_there_is_no_roof(
     measure: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RQ_KERNEL", "reference")
+    force_kernel(monkeypatch, "reference")
     monkeypatch.setattr(roofs, "missing", lambda: "no compiler")
     data = measure(*SMALL)
     assert (data["roof_gbps"], data["roof_missing"]) == (None, "no compiler")

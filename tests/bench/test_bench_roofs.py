@@ -25,19 +25,19 @@ def module(request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_amounts_are_those_of_the_work(module: Any, threads: int) -> None:
     data = torch.arange(200_704).to(torch.uint8)
-    assert module.roof("stream", native.array(data), 3, threads) == 3 * 200_704
-    once = module.roof("dot", native.array(data[:4096]), 1, 1)
+    assert module.roof("stream", data, 3, threads) == 3 * 200_704
+    once = module.roof("dot", data[:4096], 1, 1)
     assert once in (4 * 4096, 8 * 4096)  # every byte by each of four or eight others
-    assert module.roof("dot", native.array(data[:4096]), 12, threads) == 12 * once
+    assert module.roof("dot", data[:4096], 12, threads) == 12 * once
 
 
 def test_nonsense_is_refused(module: Any) -> None:
-    data = native.array(torch.zeros(1024, dtype=torch.uint8))
+    data = torch.zeros(1024, dtype=torch.uint8)
     for words, message in (
         (("lift", data, 1, 1), "kind=lift is unknown"),
-        (("stream", native.array(torch.zeros(1024)), 1, 1), "dtype"),
-        (("stream", native.array(torch.zeros(2, 512, dtype=torch.uint8)), 1, 1), "must be"),
-        (("stream", native.array(torch.zeros(513, dtype=torch.uint8)), 1, 1), "multiple of 512"),
+        (("stream", torch.zeros(1024), 1, 1), "dtype"),
+        (("stream", torch.zeros(2, 512, dtype=torch.uint8), 1, 1), "must be"),
+        (("stream", torch.zeros(513, dtype=torch.uint8), 1, 1), "multiple of 512"),
         (("dot", data, 0, 1), "rounds"),
         (("dot", data, 1, 0), "threads"),
     ):

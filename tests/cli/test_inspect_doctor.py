@@ -8,6 +8,7 @@ import pytest
 from rotaryquant.cli.doctor import PYTHON, TORCH, TRANSFORMERS, Finding, in_range, parse_version
 from support.assets import REPOSITORY
 from support.commands import Run
+from support.kernels import force_kernel
 
 
 def test_inspect_reads_headers_alone(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +51,7 @@ def test_kernels_lists_every_op_and_kernel(run: Run) -> None:
 
 
 def test_a_forced_kernel_is_shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RQ_KERNEL", "reference")
+    force_kernel(monkeypatch, "reference")
     assert "RQ_KERNEL=reference" in run("kernels")[1]
     assert json.loads(run("kernels", "--json")[1])["forced"] == "reference"
 

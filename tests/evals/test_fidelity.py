@@ -24,6 +24,7 @@ from rotaryquant.evals.teacher_forcing import (
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.kv.tail import packed_end
 from rotaryquant.ops.quantize import reference as quantize_reference
+from support.kernels import force_kernel
 from support.models import random_tokens, relative_error, tiny
 from support.tiny_llm import byte_tokenizer, save_tiny
 
@@ -68,8 +69,7 @@ def test_forced_chunks_equal_one_token_at_a_time(
     model: Any, ids: torch.Tensor, spec: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where queries are rounded to int8, an ulp of one may move it by a step."""
-    if kernel != "auto":
-        monkeypatch.setenv("RQ_KERNEL", kernel)
+    force_kernel(monkeypatch, kernel)
     ids = ids[: 300 + 257]
     with enabled(model, spec) as state:
         assert state is not None
@@ -101,7 +101,7 @@ def test_reads_are_those_of_every_position_and_layer(model: Any, ids: torch.Tens
 def test_more_bits_are_better_and_broken_codes_are_much_worse(
     model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RQ_KERNEL", "reference")
+    force_kernel(monkeypatch, "reference")
     good, better = scores(model, ids, "iso3-strict"), scores(model, ids, "iso4,sinks=0,tail=off,mean=off")
     assert better["kld_mean"] < good["kld_mean"]
     no_inverse = scores(model, ids, "iso3-strict,inverse=off")

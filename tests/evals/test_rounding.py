@@ -9,6 +9,7 @@ from rotaryquant.config import parse_kv
 from rotaryquant.evals import fidelity
 from rotaryquant.evals.inputs import load_model, read_text
 from support.assets import asset
+from support.kernels import force_kernel
 
 MODEL, TEXT = "models/glm4moe-70m", "data/wikitext-2/test.txt"
 
@@ -24,10 +25,7 @@ def test_rounding_adds_at_most_two_percent_to_the_divergence(monkeypatch: pytest
     windows, _ = fidelity.windows_of(loaded, read_text(Path(asset(TEXT))), 1024, 8000)
     mean = {}
     for kernel in ("reference", "auto"):
-        if kernel == "auto":
-            monkeypatch.delenv("RQ_KERNEL")
-        else:
-            monkeypatch.setenv("RQ_KERNEL", kernel)
+        force_kernel(monkeypatch, kernel)
         _, scores = fidelity.measure(loaded, {spec: parse_kv(spec)}, windows)
         mean[kernel] = float(torch.cat(scores[spec].divergence).double().mean())
     assert mean["auto"] != mean["reference"]

@@ -13,6 +13,7 @@ from rotaryquant.config import PRESETS
 from rotaryquant.errors import UnsupportedModelError
 from rotaryquant.integrations.transformers.cache import PackedCache
 from support.drive import left_padded, teacher_forced
+from support.kernels import force_kernel
 from support.models import LOSSLESS, LOSSLESS_STRICT, random_tokens, relative_error, tiny
 from support.zoo import build
 
@@ -135,7 +136,7 @@ def test_selected_rows_go_on_as_they_were(model: PreTrainedModel, indices: Tenso
 
 
 def test_repeated_rows_share_their_past_and_part_ways(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RQ_KERNEL", "reference")  # kernels round queries: an ulp may move one by a step
+    force_kernel(monkeypatch, "reference")  # kernels round queries: an ulp may move one by a step
     ids = random_tokens(2, 200)
     futures = random_tokens(6, 12, seed=5)
     with enabled(model, STRICT3) as state, torch.no_grad():
@@ -197,7 +198,7 @@ def test_every_beam_attends_to_its_own_history(model: PreTrainedModel, kv: str, 
 def test_sampled_sequences_part_ways_after_a_shared_prompt(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RQ_KERNEL", "reference")  # kernels round queries: an ulp may move one by a step
+    force_kernel(monkeypatch, "reference")  # kernels round queries: an ulp may move one by a step
     prompt = random_tokens(1, 150, seed=2)
     with enabled(model, "iso3-strict") as state:
         assert state is not None

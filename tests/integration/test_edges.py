@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 from rotaryquant import KVCacheConfig, enabled
 from rotaryquant.kv.packed import PackedLayer
 from support.drive import ROUNDED, feed, round_queries, seen_rows, teacher_forced
+from support.kernels import force_kernel
 from support.models import LOSSLESS, LOSSLESS_STRICT, random_tokens, relative_error, tiny
 
 
@@ -88,7 +89,7 @@ def test_every_length_around_512_agrees_with_the_reference(
     found = []
     round_queries(monkeypatch)
     for kernel in ("reference", None):
-        monkeypatch.setenv("RQ_KERNEL", kernel) if kernel else monkeypatch.delenv("RQ_KERNEL")
+        force_kernel(monkeypatch, kernel)
         with enabled(model, kv) as state:
             assert state is not None
             cache = state.new_cache()

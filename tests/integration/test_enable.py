@@ -19,6 +19,7 @@ from rotaryquant.errors import ConfigError, UnsupportedModelError
 from rotaryquant.integrations.transformers.attention import packed_or_dense
 from rotaryquant.integrations.transformers.cache import PackedCache
 from support.drive import ROUNDED, round_queries
+from support.kernels import force_kernel
 from support.models import LOSSLESS_STRICT, random_tokens, relative_error, tiny, tiny_moe
 from support.zoo import PACKABLE, build, sharpen
 
@@ -410,8 +411,7 @@ def _packed_step(
     model: PreTrainedModel, kv: str | KVCacheConfig, ids: Tensor, monkeypatch: pytest.MonkeyPatch, kernel: str | None
 ) -> Tensor:
     """Logits of the last of 213 tokens, read through packed rows in a sealed and an open block."""
-    if kernel is not None:
-        monkeypatch.setenv("RQ_KERNEL", kernel)
+    force_kernel(monkeypatch, kernel)
     with enabled(model, kv) as state, torch.no_grad():
         assert state is not None
         cache = state.new_cache()
@@ -419,7 +419,7 @@ def _packed_step(
             model(ids[:, :212], cache=cache)
         logits: Tensor = model(ids[:, 212:], cache=cache).logits
         assert cache.counters.packed_reads > 0
-    monkeypatch.delenv("RQ_KERNEL", raising=False)
+    force_kernel(monkeypatch, None)
     return logits
 
 

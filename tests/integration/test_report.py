@@ -11,6 +11,7 @@ from rotaryquant.errors import ConfigError
 from rotaryquant.integrations.transformers.geometry import read_geometry
 from rotaryquant.integrations.transformers.report import layer_bits
 from support.drive import teacher_forced
+from support.kernels import force_kernel
 from support.models import LOSSLESS_STRICT, random_tokens, relative_error, tiny
 from support.zoo import granite_hybrid, sharpen
 
@@ -154,8 +155,7 @@ def test_widths_beyond_powers_of_two_generate(width: int, monkeypatch: pytest.Mo
     ids = random_tokens(1, 140)
     tokens = []
     for kernel in ("auto", "reference"):
-        if kernel == "reference":
-            monkeypatch.setenv("RQ_KERNEL", "reference")
+        force_kernel(monkeypatch, kernel)
         with enabled(model, "iso3-strict") as state:
             tokens.append(model.generate(ids, max_new_tokens=8, do_sample=False))
             assert state is not None

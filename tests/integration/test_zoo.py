@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from rotaryquant import KVCacheConfig, enable, enabled
 from rotaryquant.errors import UnsupportedModelError
 from support.drive import ROUNDED, round_queries, teacher_forced
+from support.kernels import force_kernel
 from support.models import LOSSLESS, LOSSLESS_STRICT, random_tokens, relative_error
 from support.zoo import LATENT, PACKABLE, VOCAB, build
 
@@ -154,10 +155,7 @@ def test_three_bit_kernels_agree_with_the_reference(model: PreTrainedModel, monk
     logits = []
     round_queries(monkeypatch)
     for kernel in ("reference", None):
-        if kernel is not None:
-            monkeypatch.setenv("RQ_KERNEL", kernel)
-        else:
-            monkeypatch.delenv("RQ_KERNEL")
+        force_kernel(monkeypatch, kernel)
         with enabled(model, "iso3") as state:
             assert state is not None
             cache = state.new_cache()

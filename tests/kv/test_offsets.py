@@ -7,6 +7,7 @@ from torch import Tensor
 from rotaryquant import KVCacheConfig
 from rotaryquant.kv.packed import PackedLayer
 from support.drive import feed, packed_bytes
+from support.kernels import force_kernel
 from support.models import relative_error
 
 STRICT = KVCacheConfig("strict", sinks=0, tail=0, mean=False, protect=False)
@@ -25,8 +26,7 @@ def far_apart(slab: Tensor) -> Tensor:
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 def test_blocks_beyond_four_gigabytes_are_written_and_read(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rows in an ordinary slab and in one of 4.4 GB (of which 8 blocks are touched)."""
-    if kernel != "auto":
-        monkeypatch.setenv("RQ_KERNEL", kernel)
+    force_kernel(monkeypatch, kernel)
     columns = BLOCKS * 128
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 1, columns, 32, generator=generator)

@@ -14,6 +14,7 @@ from rotaryquant.counters import Counters
 from rotaryquant.errors import NonFiniteError
 from rotaryquant.kv.packed import PackedLayer
 from support.drive import feed, packed_bytes, seen_rows
+from support.kernels import force_kernel
 from support.models import LOSSLESS_VARIANTS, relative_error
 
 KV_HEADS = 2
@@ -72,8 +73,7 @@ def due(config: KVCacheConfig, columns: int) -> int:
 def test_every_write_route_gives_the_same_codes(
     rule: str, kernel: str, dtype: torch.dtype, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kernel == "reference":
-        monkeypatch.setenv("RQ_KERNEL", "reference")
+    force_kernel(monkeypatch, kernel)
     keys, values = (x.to(dtype) for x in random_rows(1, columns))
     layers = {}
     for name, (chunks, prompt) in routes(columns).items():
@@ -530,3 +530,46 @@ def test_no_columns_and_one_column(columns: int) -> None:
     out = feed(layer, more_keys, more_values, [1, 1, 1])
     assert torch.isfinite(out).all()
     assert layer.seq_lens() == [columns + 3]
+
+
+def test_rows_of_another_dtype_join_the_exact_ones() -> None:
+    """A model may turn autocast on or off between steps: rows take the dtype that the buffer has."""
+    keys, values = random_rows(1, 150)
+    layer = PackedLayer(KVCacheConfig(), 0)
+    feed(layer, keys[:, :, :147].bfloat16(), values[:, :, :147].bfloat16(), [147])
+    for column, dtype in ((147, torch.bfloat16), (148, torch.float32), (149, torch.bfloat16)):
+        step = slice(column, column + 1)
+        feed(layer, keys[:, :, step].to(dtype), values[:, :, step].to(dtype), [1])
+    newest = [rows[:, :, -2:] for rows in layer.dense.staged()]
+    for held, given in zip(newest, (keys, values), strict=True):
+        assert held.dtype == torch.bfloat16
+        assert torch.equal(held, given[:, :, 148:].bfloat16())
+
+
+def test_layers_that_share_a_cache_ask_in_their_own_way() -> None:
+    """What is kept from one call on a cache to the next must not leak into a call that asks otherwise."""
+    keys, values = random_rows(1, 300)
+    layer = PackedLayer(STRICT, 0)
+    feed(layer, keys, values, [299, 1])
+    queries, sinks = torch.randn(1, 4, 1, 64), torch.full((4,), 10.0)
+    options = [
+        AttentionOptions(0.1),
+        AttentionOptions(0.2),
+        AttentionOptions(0.1, window=40),
+        AttentionOptions(0.1, softcap=2.0),
+        AttentionOptions(0.1, sink_logits=sinks),
+        AttentionOptions(0.1, sink_logits=sinks + 3),
+    ]
+
+    def ask(option: AttentionOptions) -> Tensor:
+        return attend(layer, queries, option, Counters(), append=False)
+
+    alone = []
+    for option in options:
+        layer.prepared = None
+        alone.append(ask(option))
+    for option, wanted in zip(options[1:], alone[1:], strict=True):  # the first differs from each in one thing
+        assert not torch.allclose(wanted, alone[0], rtol=0.01)
+        assert torch.equal(ask(options[0]), alone[0])
+        assert torch.equal(ask(option), wanted)
+    assert torch.equal(ask(options[-2]), alone[-2])

@@ -72,6 +72,13 @@ std::string read_text() {
   return text;
 }
 
+Dtype dtype_named(const std::string& name) {
+  if (name == "f32") return Dtype::f32;
+  if (name == "bf16") return Dtype::bf16;
+  if (name == "f16") return Dtype::f16;
+  return name == "u8" ? Dtype::u8 : Dtype::i32;
+}
+
 struct Field;
 using Fields = std::map<std::string, Field>;
 
@@ -94,7 +101,7 @@ class Call {
   static Array array(Fields& fields, const char* name) { return take(fields, name, 'a').arrays[0]; }
   int64_t integer(const char* name) { return integer(fields_, name); }
   int threads() { return static_cast<int>(integer("threads")); }
-  double real(const char* name) { return take(fields_, name, 'd').real; }
+  static double real(Fields& fields, const char* name) { return take(fields, name, 'd').real; }
   std::string text(const char* name) { return take(fields_, name, 's').text; }
   Array array(const char* name) { return array(fields_, name); }
   static OptionalArray optional(Fields& fields, const char* name) {
@@ -121,24 +128,20 @@ class Call {
 
   Codec codec(const char* name) { return codec(fields_, name); }
 
-  Fields& object(const char* name) { return *take(fields_, name, 'o').object; }
+  static Fields& object(Fields& fields, const char* name) { return *take(fields, name, 'o').object; }
+  Fields& object(const char* name) { return object(fields_, name); }
 
   Slabs stream(const char* name, bool written) { return stream(fields_, name, written); }
 
   Slabs stream(Fields& fields, const char* name, bool written) {
     Fields& f = *take(fields, name, 'o').object;
-    std::vector<uint64_t> addresses[2];
-    int which = 0;
     for (const char* slabs : {"codes", "scales"}) {
-      Field& field = take(f, slabs, 'l');
-      for (const Array& slab : field.arrays) addresses[which].push_back(slab.address);
-      for (Buffer* buffer : field.buffers) {
+      for (Buffer* buffer : take(f, slabs, 'l').buffers) {
         if (written) outputs.push_back(buffer);
       }
-      which++;
     }
-    return Slabs(codec(f, "codec"), take(f, "blocks_per_slab", 'i').integer, optional(f, "code_slab"),
-                 optional(f, "scale_slab"), addresses[0], addresses[1]);
+    return Slabs(codec(f, "codec"), take(f, "blocks_per_slab", 'i').integer, take(f, "codes", 'l').arrays,
+                 take(f, "scales", 'l').arrays);
   }
 
   // Refuses a call of which something was left unread: this program and the native module have grown apart.
@@ -173,15 +176,17 @@ class Call {
 
   void read_array(Field& field) {
     const uint64_t source = read_number<uint64_t>();
-    const std::string dtype = read_text();
-    std::vector<int64_t> shape(read_number<uint32_t>());
-    std::vector<int64_t> strides(shape.size());
-    for (int64_t& size : shape) size = read_number<int64_t>();
-    for (int64_t& stride : strides) stride = read_number<int64_t>();
+    Array array;
+    array.dtype = dtype_named(read_text());
+    array.shape.count = array.strides.count = read_number<uint32_t>();
+    for (Dims* dims : {&array.shape, &array.strides}) {
+      for (int64_t i = 0; i < dims->count; i++) dims->values[i] = read_number<int64_t>();
+    }
     buffers_.push_back(std::make_unique<Buffer>(source, read_number<uint64_t>()));
     Buffer& buffer = *buffers_.back();
     read_exactly(buffer.data(), buffer.size);
-    field.arrays.emplace_back(reinterpret_cast<uint64_t>(buffer.data()), dtype, shape, strides);
+    array.data = buffer.data();
+    field.arrays.push_back(array);
     field.buffers.push_back(&buffer);
   }
 
@@ -212,6 +217,19 @@ class Call {
 };
 
 // ---- calls of the native module (module.cpp has the checks that are left out here) ------------------------------
+
+void call_stage(Call& in) {
+  const Array keys = in.array("keys"), values = in.array("values");
+  const Array held_keys = in.output("held_keys"), held_values = in.output("held_values");
+  const int64_t slot = in.integer("slot");
+  const int threads = in.threads();
+  in.finish();
+  for (const auto& [x, held] : {std::pair(keys, held_keys), std::pair(values, held_values)}) {
+    StageArgs args = {x.rows(), held.rows(), x.shape[0], x.shape[1], x.shape[2], x.shape[3], x.strides[3]};
+    args.to.data = held.at<char>() + slot * args.to.row_stride * (x.dtype == Dtype::f32 ? 4 : 2);
+    run_stage(args, threads);
+  }
+}
 
 void call_rotate(Call& in) {
   const Array x = in.array("x"), out = in.output("out");
@@ -290,7 +308,7 @@ void read_mask(AttentionArgs& args, const Array& mask) {
 }
 
 void call_attention(Call& in) {
-  Fields& fields = in.object("view");
+  Fields &asked = in.object("plan"), &fields = Call::object(asked, "view");
   const Slabs keys = in.stream(fields, "keys", false), values = in.stream(fields, "values", false);
   const Rotations key_rotation = in.rotation(fields, "key_rotation");
   const Rotations value_rotation = in.rotation(fields, "value_rotation");
@@ -299,22 +317,17 @@ void call_attention(Call& in) {
                   Call::integer(fields, "num_sinks"), Call::optional(fields, "means"),
                   Call::optional(fields, "dense_keys"), Call::optional(fields, "dense_values"),
                   Call::optional(fields, "dense_positions"));
+  const Plan plan(view, Call::real(asked, "scale"), Call::integer(asked, "causal") != 0, Call::integer(asked, "window"),
+                  Call::real(asked, "softcap"), Call::real(asked, "noise_query"), Call::real(asked, "noise_score"),
+                  Call::optional(asked, "sink_logits"), Call::integer(asked, "inverse") != 0);
   const Array q = in.array("q");
-  const OptionalArray sink_logits = in.optional("sink_logits"), mask = in.optional("mask");
-  AttendArgs attend = view.attend;
+  const OptionalArray mask = in.optional("mask");
+  AttendArgs attend = plan.attend;
   AttentionArgs& args = attend.codes;
-  attend.inverse = in.integer("inverse") != 0;
   args.heads = q.shape[1];
   args.rows = q.shape[2];
   attend.dtype = q.dtype;
   attend.q = q.at<const void>();
-  args.scale = static_cast<float>(in.real("scale"));
-  args.softcap = static_cast<float>(in.real("softcap"));
-  args.noise_query = static_cast<float>(in.real("noise_query"));
-  args.noise_score = static_cast<float>(in.real("noise_score"));
-  args.causal = in.integer("causal") != 0;
-  args.window = in.integer("window");
-  if (sink_logits) args.sink_logits = sink_logits->at<const float>();
   if (mask) read_mask(args, *mask);
   attend.out = in.output("out").at<void>();
   const int threads = in.threads();
@@ -324,7 +337,8 @@ void call_attention(Call& in) {
 
 int64_t answer(Call& in) {
   if (in.op == "append") return call_append(in);
-  if (in.op == "rotate") call_rotate(in);
+  if (in.op == "stage") call_stage(in);
+  else if (in.op == "rotate") call_rotate(in);
   else if (in.op == "quantize") call_quantize(in);
   else if (in.op == "repack") call_repack(in);
   else if (in.op == "attention") call_attention(in);
@@ -413,10 +427,14 @@ std::vector<float> bench_rows(int64_t count, std::mt19937& random) {
   return rows;
 }
 
-Array bench_array(const std::vector<float>& values, const std::vector<int64_t>& shape) {
-  std::vector<int64_t> strides(shape.size(), 1);
-  for (size_t i = shape.size() - 1; i > 0; i--) strides[i - 1] = strides[i] * shape[i];
-  return Array(reinterpret_cast<uintptr_t>(values.data()), "f32", shape, strides);
+Array bench_array(std::vector<float>& values, const Dims& shape) {
+  Array array;
+  array.data = values.data();
+  array.dtype = Dtype::f32;
+  array.shape = array.strides = shape;
+  int64_t stride = 1;
+  for (int64_t i = shape.size(); i-- > 0; stride *= shape[i]) array.strides.values[i] = stride;
+  return array;
 }
 
 void bench_attention(int64_t heads, int64_t kv_heads, int64_t width, int64_t tokens, std::mt19937& random) {
@@ -450,9 +468,9 @@ void bench_attention(int64_t heads, int64_t kv_heads, int64_t width, int64_t tok
 void bench_append(int64_t heads, int64_t width, int64_t tokens, std::mt19937& random) {
   const int64_t blocks = (tokens + kBlock - 1) / kBlock;
   const BenchStream keys(bench_codec(width, true), heads, blocks, random);
-  const std::vector<float> rows = bench_rows(heads * tokens * width, random), signs = bench_rows(heads * width, random);
-  const std::vector<float> matrices = bench_rows(heads * width * 4, random);
-  const std::vector<float> one = {1};
+  const std::vector<float> rows = bench_rows(heads * tokens * width, random);
+  std::vector<float> signs = bench_rows(heads * width, random), matrices = bench_rows(heads * width * 4, random);
+  std::vector<float> one = {1};
   const Rotations rotation(width, heads, width, bench_array(one, {1, 1}), bench_array(signs, {heads, width}),
                            bench_array(matrices, {heads, width / 4, 4, 4}), std::nullopt);
   AppendArgs args;

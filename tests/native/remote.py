@@ -13,17 +13,27 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+from torch import Tensor
+
 from rotaryquant.ops import dispatch, native
 from support.assets import REPOSITORY
 
 _PATIENCE_S = 600
-_SIZES = {"f32": 4, "bf16": 2, "f16": 2, "u8": 1, "i32": 4}
+_DTYPES = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.uint8: "u8",
+    torch.bool: "u8",
+    torch.int32: "i32",
+}
 
 
 def find(program: str) -> str | None:
@@ -62,22 +72,6 @@ def _build(cmake: str, folder: Path, generator: list[str], settings: tuple[str, 
 
 
 @dataclass(frozen=True)
-class Array:
-    address: int
-    dtype: str
-    shape: Sequence[int]
-    strides: Sequence[int]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes from the first element to the last."""
-        if 0 in self.shape:
-            return 0
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return (1 + last) * _SIZES[self.dtype]
-
-
-@dataclass(frozen=True)
 class Object:
     fields: dict[str, Any]
 
@@ -93,11 +87,13 @@ def _text(text: str) -> bytes:
     return struct.pack("<I", len(text.encode())) + text.encode()
 
 
-def _array(array: Array) -> bytes:
-    numbers = (*array.shape, *array.strides)
-    head = struct.pack("<Q", array.address) + _text(array.dtype)
-    head += struct.pack(f"<I{len(numbers)}qQ", len(array.shape), *numbers, array.nbytes)
-    return head + ctypes.string_at(array.address, array.nbytes)
+def _array(tensor: Tensor) -> bytes:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    nbytes = (1 + last) * tensor.element_size() if tensor.numel() else 0  # from the first element to the last
+    numbers = (*tensor.shape, *tensor.stride())
+    head = struct.pack("<Q", tensor.data_ptr()) + _text(_DTYPES[tensor.dtype])
+    head += struct.pack(f"<I{len(numbers)}qQ", tensor.dim(), *numbers, nbytes)
+    return head + ctypes.string_at(tensor.data_ptr(), nbytes)
 
 
 def encode(value: Any) -> bytes:
@@ -111,7 +107,7 @@ def encode(value: Any) -> bytes:
             return b"d" + struct.pack("<d", value)
         case str():
             return b"s" + _text(value)
-        case Array():
+        case Tensor():
             return b"a" + _array(value)
         case list():
             return b"l" + struct.pack("<I", len(value)) + b"".join(map(_array, value))
@@ -131,8 +127,6 @@ def _fields(fields: dict[str, Any]) -> bytes:
 
 class Remote:
     """`rotaryquant._native`, computed by `command` (the driver, or a simulator and the driver)."""
-
-    Array = Array
 
     def __init__(self, *command: str | Path, **environment: str) -> None:
         self._command = [str(word) for word in command]
@@ -160,16 +154,24 @@ class Remote:
     def codec(self, **fields: Any) -> Copy:
         return Copy(encode(Object(fields)))
 
-    def Stream(self, *, codes: list[int], scales: list[int], **fields: Any) -> Object:
-        slabs = {"codes": (codes, fields["code_slab"]), "scales": (scales, fields["scale_slab"])}
-        lists = {
-            name: [Array(address, slab.dtype, slab.shape, slab.strides) for address in addresses]
-            for name, (addresses, slab) in slabs.items()
-        }
-        return Object({**fields, **lists})
+    def Stream(self, **fields: Any) -> Object:
+        return Object(fields)
 
     def View(self, **fields: Any) -> Object:
         return Object(fields)  # read at each call: lengths are written between them
+
+    def Plan(self, **fields: Any) -> Object:
+        return Object(fields)
+
+    def stage(self, keys: Tensor, values: Tensor, held_keys: Tensor, held_values: Tensor, *rest: int) -> None:
+        arrays = {"keys": keys, "values": values, "held_keys": held_keys, "held_values": held_values}
+        self._call("stage", {**arrays, **dict(zip(("slot", "threads"), rest, strict=True))})
+
+    def attention(self, q: Tensor, plan: Object, mask: Tensor | None, out: Tensor, threads: int) -> None:
+        self._call("attention", {"q": q, "plan": plan, "mask": mask, "out": out, "threads": threads})
+
+    def read_tensors(self, kind: type) -> None:
+        """Tensors are all that is read here."""
 
     def borrow_threads(self, address: int) -> None:
         """The program has threads of its own."""

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 import rotaryquant.ops
+from rotaryquant import env
+from rotaryquant.env import kernel_override
 from rotaryquant.errors import UnsupportedKernelError
 from rotaryquant.formats.kv import StreamFormat
 from rotaryquant.ops import dispatch
 from rotaryquant.ops.rotate import Rotation, build_rotation, rotate
+from support.kernels import force_kernel
 
 OPS_FOLDER = Path(rotaryquant.ops.__file__).parent
 
@@ -22,7 +25,7 @@ OPS_FOLDER = Path(rotaryquant.ops.__file__).parent
 def fresh_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "calls", Counter())
     monkeypatch.setattr(dispatch, "fallbacks", Counter())
-    monkeypatch.delenv("RQ_KERNEL", raising=False)
+    force_kernel(monkeypatch, None)
 
 
 def install_first_kernel(
@@ -106,6 +109,7 @@ def test_no_kernel_at_all_raises_with_every_reason(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("fresh_counts")
 def test_environment_names_the_kernel_for_automatic_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     install_first_kernel(monkeypatch)
+    monkeypatch.setattr(env, "kernel_override", kernel_override.__wrapped__)  # as a process that starts now reads it
     monkeypatch.setenv("RQ_KERNEL", "reference")
     x, rotation = call()
     assert not bool((rotate(x, rotation) == 7.0).any())

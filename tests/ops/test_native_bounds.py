@@ -95,3 +95,51 @@ def test_attention_refuses_ranges_outside_its_tensors(
     with pytest.raises(ValueError, match=match) as caught:
         packed_attention(item.q, view, kernel="cpu", **{**item.options, **option_change})
     assert not isinstance(caught.value, UnsupportedKernelError)
+
+
+@pytest.mark.parametrize(
+    ("match", "change"),
+    [
+        ("slots", {"slot": -1}),
+        ("slots", {"slot": 6}),
+        ("keys", {"held_keys": torch.zeros(1, 2, 8, 64, dtype=torch.float64)}),
+        ("keys", {"held_keys": torch.zeros(1, 3, 8, 64)}),
+        ("keys", {"held_keys": torch.zeros(1, 2, 8, 128)[..., ::2]}),
+        ("columns", {"values": torch.ones(1, 2, 2, 32)}),
+        ("values", {"values": torch.ones(1, 2, 3, 64)}),
+        ("values", {"values": torch.ones(1, 2, 3, 32, dtype=torch.int32)}),
+        ("rows", {"keys": torch.ones(2, 3, 64)}),
+    ],
+)  # fmt: skip
+def test_stage_refuses_ranges_outside_its_tensors(match: str, change: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {
+        "keys": torch.ones(1, 2, 3, 64),
+        "values": torch.ones(1, 2, 3, 32),
+        "held_keys": torch.zeros(1, 2, 8, 64),
+        "held_values": torch.zeros(1, 2, 8, 32),
+        "slot": 5,
+    }
+    native.module().stage(**arguments, threads=1)
+    assert int(arguments["held_keys"].sum()) == 2 * 3 * 64
+    held = [arguments["held_keys"].zero_(), arguments["held_values"].zero_()]
+    with pytest.raises(ValueError, match=match):
+        native.module().stage(**{**arguments, **change}, threads=1)
+    assert not any(bool(tensor.any()) for tensor in held)
+
+
+def test_tensors_are_read_as_they_are() -> None:
+    """Whatever their class and gradient; and nothing is read that is not a tensor in memory."""
+    held = torch.zeros(2, 1, 2, 4, 8)
+
+    def stage(keys: Any, values: Any) -> None:
+        native.module().stage(keys, values, held[0], held[1], 1, 1)
+
+    wide = torch.randn(1, 2, 3, 24)
+    stage(torch.nn.Parameter(torch.ones(1, 2, 3, 8)), wide[..., 1:17:2].requires_grad_())
+    assert bool((held[0, :, :, 1:] == 1).all())
+    assert torch.equal(held[1, :, :, 1:], wide[..., 1:17:2])
+    assert not bool(held[:, :, :, 0].any())
+    rows = torch.ones(1, 2, 3, 8)
+    for other in (rows.numpy(), rows.to("meta"), rows.to_sparse(), rows[(None,) * 6], None, 3):
+        with pytest.raises((TypeError, ValueError)):
+            stage(rows, other)

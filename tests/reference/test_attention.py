@@ -17,6 +17,7 @@ from rotaryquant.ops.packed_attention import reference as op_reference
 from rotaryquant.ops.rotate import rotate
 from rotaryquant.ops.streams import block_rows
 from support.drive import feed, seen_rows
+from support.kernels import force_kernel
 from support.models import relative_error
 
 WIDTH, KV_HEADS, HEADS = 64, 2, 6
@@ -99,8 +100,7 @@ def test_attention_is_softmax_over_what_is_stored(
     config: str, options: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mean is a scalar per query and head, added before any cap: exact only if it reaches every packed score."""
-    if kernel != "auto":
-        monkeypatch.setenv("RQ_KERNEL", kernel)
+    force_kernel(monkeypatch, kernel)
     layer = filled(KVCacheConfig(protect=False, correct=0.0, **CONFIGS[config]), 212, pads=[0, 31])
     asked = AttentionOptions(WIDTH**-0.5, **OPTIONS[options])
     generator = torch.Generator().manual_seed(5)
@@ -120,8 +120,7 @@ def test_attention_is_softmax_over_what_is_stored(
 
 @pytest.mark.parametrize("kernel", ["reference", "auto"])
 def test_boolean_mask_replaces_the_causal_rule(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kernel != "auto":
-        monkeypatch.setenv("RQ_KERNEL", kernel)
+    force_kernel(monkeypatch, kernel)
     layer = filled(KVCacheConfig(protect=False, correct=0.0), 212, batch=1)
     generator = torch.Generator().manual_seed(6)
     layer.update(torch.randn(1, KV_HEADS, 5, WIDTH), torch.randn(1, KV_HEADS, 5, WIDTH))
@@ -188,8 +187,7 @@ def test_correction_takes_half_the_noise_variance_off_packed_logits(
     config: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the definition: v = scale²·(|q|²·|k̂|² - (q·k̂)²)·error/width, on packed rows alone, before the softmax."""
-    if kernel != "auto":
-        monkeypatch.setenv("RQ_KERNEL", kernel)
+    force_kernel(monkeypatch, kernel)
     layer = filled(KVCacheConfig(protect=False, correct=0.7, **CONFIGS[config]), 212, batch=1)
     assert layer.keys is not None
     generator = torch.Generator().manual_seed(5)

@@ -13,7 +13,7 @@ from rotaryquant.attention import AttentionOptions, attend
 from rotaryquant.counters import Counters
 from rotaryquant.kv.packed import PackedLayer
 from rotaryquant.kv.state import export_layer
-from rotaryquant.ops.packed_attention import packed_attention
+from rotaryquant.ops.packed_attention import Options
 
 #: Relative error that rounded probabilities (7 bits of their block's largest) may cause.
 ROUNDED = 1e-2
@@ -21,7 +21,7 @@ ROUNDED = 1e-2
 
 def round_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every kernel round queries to int8, as those do that multiply integers: then they agree to `ROUNDED`."""
-    monkeypatch.setattr("rotaryquant.attention.packed_attention", partial(packed_attention, q_dtype=torch.int8))
+    monkeypatch.setattr("rotaryquant.attention.Options", partial(Options, q_dtype=torch.int8))
 
 
 def teacher_forced(

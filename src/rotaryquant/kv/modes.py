@@ -34,11 +34,6 @@ def making(held: Tensor | None) -> AbstractContextManager[None]:
     return _modes(inference)
 
 
-def writing(held: Tensor) -> AbstractContextManager[None]:
-    """The mode in which values without a graph are written into `held`."""
-    return _modes(True) if held.is_inference() and not torch.is_inference_mode_enabled() else _AS_IT_IS
-
-
 @contextmanager
 def _modes(inference: bool) -> Iterator[None]:
     with torch.inference_mode(inference), torch.no_grad():

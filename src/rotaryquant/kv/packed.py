@@ -9,7 +9,9 @@ blocks. `tail.packed_end` says which tokens are due; when they move is decided h
 import logging
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rotaryquant.config import KVCacheConfig
@@ -20,6 +22,8 @@ from rotaryquant.kv.dense import DenseRows
 from rotaryquant.kv.modes import editable_tensors
 from rotaryquant.kv.rows import PackedRows
 from rotaryquant.kv.tail import next_packing, packed_end
+from rotaryquant.ops.dispatch import Bound
+from rotaryquant.ops.packed_attention import Options
 from rotaryquant.ops.streams import CacheView
 
 _log = logging.getLogger(__name__)
@@ -51,7 +55,9 @@ class PackedLayer(PackedRows):
         self._query_rows = 0
         self._scale = 1.0
         self._key_noise: float | None = None  # known once the keys have a format
+        self.prepared: tuple[Options, Bound] | None = None  # what attention on the view asks, and the op for it
         self._view: CacheView | None = None
+        self._seq_lens: NDArray[np.int32] = np.zeros(0, np.int32)  # memory of the view's
         self._due = 0  # staged columns up to which nothing has to be packed, as far as is known
         self._step_shapes: tuple[torch.Size, torch.Size] | None = None  # of the last keys and values that were accepted
 
@@ -81,8 +87,17 @@ class PackedLayer(PackedRows):
 
         Raises ValueError if they differ from those of earlier columns.
         """
+        if pads is not None:
+            self._settle_pads(pads)
+        self.pads_known = True
+        if not self.dense.placed:
+            self._place()
+        if not self.config.tail and not self.exact_newest:
+            self.pack_ready()
+
+    def _settle_pads(self, pads: list[int]) -> None:
         before = self.columns - self._fresh
-        for index, pad in enumerate(pads or ()):
+        for index, pad in enumerate(pads):
             row = self.rows[index]
             if pad == row.pad:
                 continue
@@ -94,11 +109,6 @@ class PackedLayer(PackedRows):
             row.pad = pad  # a row without tokens so far may still turn out to be padded further
             self.dense.placed = False
             self._due = 0
-        self.pads_known = True
-        if not self.dense.placed:
-            self._place()
-        if not self.config.tail and not self.exact_newest:
-            self.pack_ready()
 
     def observe(self, queries: Tensor, scale: float) -> None:
         """Let protection see queries [batch, num_heads, rows, key_width] while a row waits for its first packing."""
@@ -157,6 +167,7 @@ class PackedLayer(PackedRows):
         held, view = self.dense, self._view
         # stores, means and packed lengths change with the table, values and positions with the exact keys
         if view is None or view.block_table is not self._table or view.dense_keys is not held.keys:
+            self.prepared = None
             view = self._view = CacheView(
                 self.keys.packed,
                 self.values.packed,
@@ -171,9 +182,9 @@ class PackedLayer(PackedRows):
                 held.values,
                 held.positions if held.keys is not None else None,
             )
-        seq_lens = view.seq_lens.numpy()
+            self._seq_lens = view.seq_lens.numpy()
         for index, row in enumerate(self.rows):
-            seq_lens[index] = self.columns - row.pad
+            self._seq_lens[index] = self.columns - row.pad
         return view
 
     # ---- packing -------------------------------------------------------------------------------------------

@@ -36,7 +36,10 @@ class PackedRows:
 
     def all_exact(self) -> bool:
         """Whether nothing is packed."""
-        return all(row.packed_len == 0 for row in self.rows)
+        for row in self.rows:  # noqa: SIM110 - every layer of every step asks: no generator
+            if row.packed_len:
+                return False
+        return True
 
     def open_stores(
         self,

@@ -1,8 +1,7 @@
 """Which kernel runs an op: the first of its `KERNELS` that can, or exactly the one asked for.
 
-A kernel is a file beside the op's `__init__.py` with two functions: `unsupported(*args, **kwargs)`, the reason
-it cannot take this call or None, and `run(*args, **kwargs)`. `missing()` is optional: the reason it cannot run
-on this machine at all.
+A kernel is a file beside the op's `__init__.py` with two functions: `unsupported(*args)`, the reason it cannot take
+this call or None, and `run(*args)`. `missing()` is optional: the reason it cannot run on this machine at all.
 """
 
 import importlib
@@ -18,7 +17,7 @@ from rotaryquant import env
 from rotaryquant.errors import UnsupportedKernelError
 
 #: Every op, in the order of the flow; `rotaryquant kernels` prints them.
-OPS = ("rotate", "quantize", "pack", "append_packed", "packed_attention")
+OPS = ("stage", "rotate", "quantize", "pack", "append_packed", "packed_attention")
 
 #: Calls per (op, kernel); not counted while a graph is being compiled.
 calls: Counter[tuple[str, str]] = Counter()
@@ -53,27 +52,28 @@ def missing(op: str, name: str) -> str | None:
     return _missing[key]
 
 
-def select(op: str, kernel: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ModuleType]:
+def select(op: str, kernel: str, *args: Any) -> tuple[str, ModuleType]:
     """Name and module of the kernel that will take this call.
 
     kernel: "auto", or a name from the op's `KERNELS`. Raises UnsupportedKernelError with the reason where the named
     kernel cannot take the call, and ValueError for a name the op does not have.
     """
     names = kernels_of(op)
-    kernel = (env.kernel_override() or "auto") if kernel == "auto" else kernel
+    if kernel == "auto":
+        kernel = env.kernel_override() or "auto"
     if kernel != "auto":
         if kernel not in names:
             raise ValueError(f"kernel={kernel!r}: op {op} has {', '.join(names)}")
         module = _load(op, kernel)
-        if reason := missing(op, kernel) or module.unsupported(*args, **kwargs):
+        if reason := missing(op, kernel) or module.unsupported(*args):
             raise UnsupportedKernelError(f"kernel={kernel!r} cannot run {op}: {reason}; use kernel='auto'")
         return kernel, module
     reasons: list[str] = []
     for name in names:
-        reason = missing(op, name)
+        reason = _missing[op, name] if (op, name) in _missing else missing(op, name)
         if reason is None:
             module = _load(op, name)
-            reason = module.unsupported(*args, **kwargs)
+            reason = module.unsupported(*args)
             if reason is None:
                 return name, module
             _count_fallback(op, name, reason)
@@ -89,12 +89,31 @@ def _count_fallback(op: str, name: str, reason: str) -> None:
         _log.warning("%s: kernel %s passed over: %s (said once, counted)", op, name, reason)
 
 
-def run(op: str, kernel: str, *args: Any, **kwargs: Any) -> Any:
+def run(op: str, kernel: str, *args: Any) -> Any:
     """Run `op` with the chosen kernel and count the call."""
-    name, module = select(op, kernel, args, kwargs)
+    name, module = select(op, kernel, *args)
     if not torch.compiler.is_compiling():
         calls[op, name] += 1
-    return module.run(*args, **kwargs)
+    return module.run(*args)
+
+
+class Bound:
+    """An op on the kernel that would take one call, for many calls like it; each is counted.
+
+    Between a decode step's layers nothing stays in the caches close by, so that choosing anew costs more than some
+    kernels do. Calls are alike where they agree in everything that a kernel's `unsupported` looks at.
+    """
+
+    __slots__ = ("_counted", "_run")
+
+    def __init__(self, op: str, kernel: str, *args: Any) -> None:
+        name, module = select(op, kernel, *args)
+        self._counted, self._run = (op, name), module.run
+
+    def __call__(self, *args: Any) -> Any:
+        """Run and count it, without another look at whether the kernel can."""
+        calls[self._counted] += 1
+        return self._run(*args)
 
 
 def explain() -> list[tuple[str, str, str]]:

@@ -1,17 +1,18 @@
 """The compiled CPU kernels (`rotaryquant._native`) as the ops' `cpu.py` files use them.
 
-The native module takes addresses, shapes and strides, and checks every range against those shapes before it
-touches memory; nothing here copies a tensor that it can describe.
+The native module reads tensors where they lie and checks every range against their shapes before it touches memory;
+nothing here copies a tensor that it can read. Whoever calls keeps the tensors alive.
 """
 
 import ctypes
 import importlib
 import operator
 import weakref
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,23 +21,17 @@ from rotaryquant import env
 from rotaryquant.errors import ConfigError
 from rotaryquant.formats.rotation import hadamard_factors, paley_base
 from rotaryquant.ops.rotate import Rotation
-from rotaryquant.ops.streams import CacheView, Codec, PackedStream
+from rotaryquant.ops.streams import SCALE_DTYPES, CacheView, Codec, PackedStream
+
+if TYPE_CHECKING:
+    from rotaryquant.ops.packed_attention import Options
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 #: Widest row the native kernels have buffers for.
 MAX_WIDTH = 1024
 
-#: Names under which the native module knows element types.
-_DTYPE_NAMES = {
-    torch.float32: "f32",
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.uint8: "u8",
-    torch.bool: "u8",
-    torch.int32: "i32",
-}
-
+_SCALE_NAMES = {dtype: name for name, dtype in SCALE_DTYPES.items()}
 
 #: Rotations and codecs whose native descriptions are kept; more than the streams of any model so far.
 _KEPT = 512
@@ -59,6 +54,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
             f"{', '.join(available)}; name one of them, or unset it for the first"
         )
     loaded.use_instruction_set(wanted or available[0])
+    loaded.read_tensors(torch.Tensor)
     loaded.borrow_threads(_parallel_of_torch() or 0)
     return loaded, None
 
@@ -126,16 +122,6 @@ def width_reason(width: int) -> str | None:
     return None
 
 
-def array(tensor: Tensor) -> Any:
-    """Address, element type, shape and strides of a CPU tensor; the caller keeps the tensor alive."""
-    return module().Array(tensor.data_ptr(), _DTYPE_NAMES.get(tensor.dtype, "other"), tensor.shape, tensor.stride())
-
-
-def optional(tensor: Tensor | None) -> Any:
-    """`array` of a tensor, or None."""
-    return None if tensor is None else array(tensor)
-
-
 @cache
 def _paley(order: int) -> Tensor:
     return torch.from_numpy(paley_base(order)).float().contiguous()
@@ -153,8 +139,8 @@ def rotation(item: Rotation) -> Any:
         width=item.width,
         heads=item.num_kv_heads,
         power=power,
-        base=array(_paley(base)),
-        **{name: optional(factor) for name, factor in factors.items()},
+        base=_paley(base),
+        **factors,
     )
 
 
@@ -167,10 +153,10 @@ def codec(item: Codec) -> Any:
         bits=item.bits,
         rule=item.scale_rule,
         group=item.scale_group,
-        scale_dtype=_DTYPE_NAMES[item.scale_dtype],
+        scale_dtype=_SCALE_NAMES[item.scale_dtype],
         unit=item.unit,
-        levels=array(item.levels),
-        boundaries=array(item.boundaries),
+        levels=item.levels,
+        boundaries=item.boundaries,
     )
 
 
@@ -201,54 +187,84 @@ def _describe(item: PackedStream) -> Any:
     return module().Stream(
         codec=codec(item.codec),
         blocks_per_slab=item.blocks_per_slab,
-        code_slab=array(item.codes[0]) if item.codes else None,
-        scale_slab=array(item.scales[0]) if item.scales else None,
-        codes=[slab.data_ptr() for slab in item.codes],
-        scales=[slab.data_ptr() for slab in item.scales],
+        codes=item.codes,
+        scales=item.scales,
     )
 
 
-#: The reason against native code, or the native description with the tensors it was made from, of living views by id.
-_views: dict[int, tuple[str | None, Any, list[Tensor]]] = {}
+@dataclass(slots=True)
+class _KnownView:
+    """A view's reason against native code, or else its native description with the tensor that it needs beside the
+    view's, and the newest options with which it was used.
+    """
+
+    reason: str | None
+    made: Any = None
+    means: Tensor | None = None
+    options: "Options | None" = None
+    sink_logits: Tensor | None = None
+    plan: Any = None
 
 
-def _described_view(item: CacheView) -> tuple[str | None, Any, list[Tensor]]:
+#: Living views by their id.
+_views: dict[int, _KnownView] = {}
+
+
+def _described_view(item: CacheView) -> _KnownView:
     known = _views.get(id(item))
     if known is None:
         reason = _view_reason(item)
-        known = (reason, *(_describe_view(item) if reason is None else (None, [])))
+        known = _KnownView(reason) if reason is not None else _describe_view(item)
         weakref.finalize(item, _views.pop, id(item), None)
         _views[id(item)] = known
     return known
 
 
-def _describe_view(item: CacheView) -> tuple[Any, list[Tensor]]:
+def _describe_view(item: CacheView) -> _KnownView:
     means = None if item.means is None else item.means.float().contiguous()
     made = module().View(
         keys=stream(item.keys),
         values=stream(item.values),
         key_rotation=rotation(item.key_rotation),
         value_rotation=rotation(item.value_rotation),
-        block_table=array(item.block_table),
-        packed_lens=array(item.packed_lens),
-        seq_lens=array(item.seq_lens),
+        block_table=item.block_table,
+        packed_lens=item.packed_lens,
+        seq_lens=item.seq_lens,
         num_sinks=item.num_sinks,
-        means=optional(means),
-        dense_keys=optional(item.dense_keys),
-        dense_values=optional(item.dense_values),
-        dense_positions=optional(item.dense_positions),
+        means=means,
+        dense_keys=item.dense_keys,
+        dense_values=item.dense_values,
+        dense_positions=item.dense_positions,
     )
-    return made, [] if means is None else [means]
+    return _KnownView(None, made, means)
 
 
-def view(item: CacheView) -> Any:
-    """The native description of a layer's cache, which `view_reason` has found to be readable; made once per view."""
-    return _described_view(item)[1]
+def plan(item: CacheView, options: "Options") -> Any:
+    """What attention on a layer's cache needs besides queries, where `view_reason` finds nothing; kept while it is
+    asked for with the same options.
+    """
+    known = _described_view(item)
+    if known.options is None or not known.options.same_as(options):
+        sink_logits = None if options.sink_logits is None else options.sink_logits.float().contiguous()
+        codec, noise = item.keys.codec, options.key_noise
+        known.plan = module().Plan(
+            view=known.made,
+            scale=options.scale,
+            causal=options.causal,
+            window=options.window,
+            softcap=options.softcap,
+            noise_query=noise / (2 * codec.unit**2) if noise else 0.0,
+            noise_score=noise / (2 * codec.width) if noise else 0.0,
+            sink_logits=sink_logits,
+            inverse=options.inverse,
+        )
+        known.options, known.sink_logits = options, sink_logits
+    return known.plan
 
 
 def view_reason(item: CacheView) -> str | None:
     """Why a cache laid out like this has no native code path, or None."""
-    return _described_view(item)[0]
+    return _described_view(item).reason
 
 
 def _view_reason(item: CacheView) -> str | None:
@@ -306,8 +322,8 @@ def rotation_reason(item: Rotation) -> str | None:
 
 def rows_reason(name: str, x: Tensor) -> str | None:
     """Why rows like these cannot be read where they lie, or None."""
-    if reason := not_on_cpu(**{name: x}):
-        return reason
+    if not x.is_cpu:
+        return not_on_cpu(**{name: x})
     if x.dtype not in FLOATS:
         return f"{name} is {x.dtype}; this kernel reads float32, bfloat16 and float16"
     if x.shape[-1] > 1 and x.stride(-1) != 1:

@@ -8,22 +8,13 @@ namespace rq {
 
 namespace {
 
-Dtype dtype_named(const std::string& name) {
-  if (name == "f32") return Dtype::f32;
-  if (name == "bf16") return Dtype::bf16;
-  if (name == "f16") return Dtype::f16;
-  if (name == "u8") return Dtype::u8;
-  if (name == "i32") return Dtype::i32;
-  return Dtype::other;  // which no kernel takes: the check that names the array refuses it
-}
-
-std::string text(const std::vector<int64_t>& numbers) {
+std::string text(const Dims& numbers) {
   std::string out = "[";
-  for (size_t i = 0; i < numbers.size(); i++) out += (i ? ", " : "") + std::to_string(numbers[i]);
+  for (int64_t i = 0; i < numbers.size(); i++) out += (i ? ", " : "") + std::to_string(numbers[i]);
   return out + "]";
 }
 
-std::vector<float> copy_floats(const Array& array, const char* name, const std::vector<int64_t>& shape) {
+std::vector<float> copy_floats(const Array& array, const char* name, const Dims& shape) {
   array.of_type(name, Dtype::f32).of_shape(name, shape).contiguous(name);
   int64_t count = 1;
   for (int64_t size : shape) count *= size;
@@ -39,29 +30,19 @@ void require(bool ok, const char* message) {
   if (!ok) refuse(message);
 }
 
-Array::Array(uint64_t address_, const std::string& dtype_, std::vector<int64_t> shape_, std::vector<int64_t> strides_)
-    : address(static_cast<uintptr_t>(address_)),
-      dtype(dtype_named(dtype_)),
-      shape(std::move(shape_)),
-      strides(std::move(strides_)) {
-  require(shape.size() == strides.size(), "an array's shape and strides differ in length");
-  for (int64_t size : shape) require(size >= 0, "an array has a negative size");
-  for (int64_t stride : strides) require(stride >= 0, "an array has a negative stride");
-}
-
 const Array& Array::of_type(const char* name, Dtype wanted) const {
   if (dtype != wanted) refuse(std::string(name) + " has the wrong dtype");
   return *this;
 }
 
-const Array& Array::of_shape(const char* name, const std::vector<int64_t>& wanted) const {
-  if (shape != wanted) refuse(std::string(name) + " has shape " + text(shape) + "; wanted " + text(wanted));
+const Array& Array::of_shape(const char* name, const Dims& wanted) const {
+  if (!(shape == wanted)) refuse(std::string(name) + " has shape " + text(shape) + "; wanted " + text(wanted));
   return *this;
 }
 
 const Array& Array::contiguous(const char* name) const {
   int64_t stride = 1;
-  for (size_t i = shape.size(); i-- > 0;) {
+  for (int64_t i = shape.size(); i-- > 0;) {
     if (shape[i] == 0) return *this;
     if (shape[i] > 1 && strides[i] != stride) refuse(std::string(name) + " is not contiguous");
     stride *= shape[i];
@@ -70,7 +51,8 @@ const Array& Array::contiguous(const char* name) const {
 }
 
 const Array& Array::last_contiguous(const char* name) const {
-  if (shape.empty() || (shape.back() > 1 && strides.back() != 1)) {
+  const int64_t last = shape.size() - 1;
+  if (last < 0 || (shape[last] > 1 && strides[last] != 1)) {
     refuse(std::string(name) + " has a last dimension that is not contiguous");
   }
   return *this;
@@ -162,8 +144,8 @@ Rotation Rotations::tables() const {
   return r;
 }
 
-Codec make_codec(const std::string& layout, int64_t width, int64_t bits, const std::string& rule, int64_t group, const std::string& scale_dtype,
-                 double unit, const Array& levels, const Array& boundaries) {
+Codec make_codec(const std::string& layout, int64_t width, int64_t bits, const std::string& rule, int64_t group,
+                 const std::string& scale_dtype, double unit, const Array& levels, const Array& boundaries) {
   Codec c;
   require(width >= 8 && width <= kMaxWidth && width % 8 == 0, "codec: width is out of range");
   require(bits == 2 || bits == 3 || bits == 4 || bits == 8, "codec: bits must be 2, 3, 4 or 8");
@@ -175,8 +157,8 @@ Codec make_codec(const std::string& layout, int64_t width, int64_t bits, const s
   c.bits = bits;
   c.group = group;
   c.rule = rule == "score" ? Rule::score : rule == "value" ? Rule::value : Rule::norm;
-  c.scale_dtype = dtype_named(scale_dtype);
-  require(c.scale_dtype == Dtype::bf16 || c.scale_dtype == Dtype::f16, "codec: scale_dtype must be bf16 or fp16");
+  require(scale_dtype == "bf16" || scale_dtype == "fp16", "codec: scale_dtype must be bf16 or fp16");
+  c.scale_dtype = scale_dtype == "bf16" ? Dtype::bf16 : Dtype::f16;
   c.unit = static_cast<float>(unit);
   const int64_t count = int64_t{1} << bits;
   const float* level = levels.of_type("codec: levels", Dtype::f32).of_shape("codec: levels", {count})
@@ -195,27 +177,32 @@ Codec make_codec(const std::string& layout, int64_t width, int64_t bits, const s
   return c;
 }
 
-Slabs::Slabs(const Codec& codec, int64_t blocks_per_slab, const OptionalArray& code_slab,
-             const OptionalArray& scale_slab, const std::vector<uint64_t>& code_addresses,
-             const std::vector<uint64_t>& scale_addresses)
+Slabs::Slabs(const Codec& codec, int64_t blocks_per_slab, const std::vector<Array>& code_slabs,
+             const std::vector<Array>& scale_slabs)
     : heads(0) {
   require(blocks_per_slab >= 1, "stream: blocks_per_slab must be positive");
-  require(code_addresses.size() == scale_addresses.size(), "stream: codes and scales differ in their number of slabs");
+  require(code_slabs.size() == scale_slabs.size(), "stream: codes and scales differ in their number of slabs");
   layout.codec = codec;
   layout.blocks_per_slab = blocks_per_slab;
-  if (code_addresses.empty()) return;
-  require(code_slab && scale_slab, "stream: slabs without a shape");
-  const Array &c = *code_slab, &s = *scale_slab;
+  if (code_slabs.empty()) return;
+  const Array &c = code_slabs[0], &s = scale_slabs[0];
   require(c.shape.size() == 4, "stream: codes must be [blocks, heads, 128, bytes]");
   heads = c.shape[1];
-  c.of_type("stream: codes", Dtype::u8).last_contiguous("stream: codes")
-      .of_shape("stream: codes", {blocks_per_slab, heads, kBlock, codec.code_bytes()});
-  s.of_type("stream: scales", codec.scale_dtype)
-      .of_shape("stream: scales", {blocks_per_slab, heads, kBlock, codec.groups()});
+  c.last_contiguous("stream: codes");
   // A sealed strip is one piece of memory.
   require(c.strides[2] == codec.code_bytes(), "stream: rows of codes are not adjacent");
-  for (uint64_t address : code_addresses) codes.push_back(reinterpret_cast<uint8_t*>(address));
-  for (uint64_t address : scale_addresses) scales.push_back(reinterpret_cast<uint16_t*>(address));
+  for (const Array& slab : code_slabs) {
+    slab.of_type("stream: codes", Dtype::u8)
+        .of_shape("stream: codes", {blocks_per_slab, heads, kBlock, codec.code_bytes()});
+    require(slab.strides == c.strides, "stream: slabs of codes differ in their strides");
+    codes.push_back(slab.at<uint8_t>());
+  }
+  for (const Array& slab : scale_slabs) {
+    slab.of_type("stream: scales", codec.scale_dtype)
+        .of_shape("stream: scales", {blocks_per_slab, heads, kBlock, codec.groups()});
+    require(slab.strides == s.strides, "stream: slabs of scales differ in their strides");
+    scales.push_back(slab.at<uint16_t>());
+  }
   layout.code_block = c.strides[0];
   layout.code_head = c.strides[1];
   layout.code_row = c.strides[2];
@@ -232,13 +219,17 @@ Stream Slabs::stream() const {
   return out;
 }
 
-void check_float_rows(const char* name, const Array& x, const std::vector<int64_t>& shape) {
-  x.of_shape(name, shape).last_contiguous(name);
+void require_floats(const char* name, const Array& x) {
   const bool floats = x.dtype == Dtype::f32 || x.dtype == Dtype::bf16 || x.dtype == Dtype::f16;
   if (!floats) refuse(std::string(name) + " is not a float tensor");
 }
 
-const int32_t* integers(const char* name, const Array& array, const std::vector<int64_t>& shape) {
+void check_float_rows(const char* name, const Array& x, const Dims& shape) {
+  x.of_shape(name, shape).last_contiguous(name);
+  require_floats(name, x);
+}
+
+const int32_t* integers(const char* name, const Array& array, const Dims& shape) {
   return array.of_type(name, Dtype::i32).of_shape(name, shape).contiguous(name).at<const int32_t>();
 }
 
@@ -279,6 +270,22 @@ View::View(const Slabs& keys, const Slabs& values, const Rotations& key_rotation
   args.dense_positions = integers("dense_positions", *dense_positions, {args.batch, args.dense_rows});
   args.dense_keys = dense_keys->rows();
   args.dense_values = dense_values->rows();
+}
+
+Plan::Plan(const View& view, double scale, bool causal, int64_t window, double softcap, double noise_query,
+           double noise_score, const OptionalArray& sink_logits_, bool inverse)
+    : attend(view.attend), num_blocks(view.num_blocks), sink_logits(sink_logits_) {
+  AttentionArgs& args = attend.codes;
+  attend.inverse = inverse;
+  args.scale = static_cast<float>(scale);
+  args.causal = causal;
+  args.window = std::min<int64_t>(std::max<int64_t>(window, 0), INT32_MAX);
+  args.softcap = static_cast<float>(softcap);
+  args.noise_query = static_cast<float>(noise_query);
+  args.noise_score = static_cast<float>(noise_score);
+  if (sink_logits) {
+    args.sink_logits = sink_logits->of_type("sink_logits", Dtype::f32).contiguous("sink_logits").at<const float>();
+  }
 }
 
 }  // namespace rq

@@ -1,7 +1,9 @@
 // What Python hands over: arrays by address, shape and strides, and the checks that keep every kernel inside them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <vector>
@@ -10,24 +12,40 @@
 
 namespace rq {
 
-struct Array {
-  Array(uint64_t address, const std::string& dtype, std::vector<int64_t> shape, std::vector<int64_t> strides);
+// Sizes or strides of an array.
+struct Dims {
+  static constexpr int64_t kMost = 8;
 
+  Dims() = default;
+  Dims(std::initializer_list<int64_t> sizes) {
+    for (int64_t size : sizes) values[count++] = size;
+  }
+  int64_t size() const { return count; }
+  int64_t operator[](int64_t i) const { return values[i]; }
+  bool operator==(const Dims& other) const { return std::equal(begin(), end(), other.begin(), other.end()); }
+  const int64_t* begin() const { return values; }
+  const int64_t* end() const { return values + count; }
+
+  int64_t count = 0, values[kMost];
+};
+
+// A tensor in this process' memory (tensors.h makes it), which whoever calls keeps alive.
+struct Array {
   // Each raises std::invalid_argument naming the field where the array is not what the kernels need.
   const Array& of_type(const char* name, Dtype wanted) const;
-  const Array& of_shape(const char* name, const std::vector<int64_t>& wanted) const;
+  const Array& of_shape(const char* name, const Dims& wanted) const;
   const Array& contiguous(const char* name) const;
   const Array& last_contiguous(const char* name) const;
 
   template <typename T>
   T* at() const {
-    return reinterpret_cast<T*>(address);
+    return static_cast<T*>(data);
   }
   Rows rows() const;
 
-  uintptr_t address;
-  Dtype dtype;
-  std::vector<int64_t> shape, strides;
+  void* data = nullptr;
+  Dtype dtype = Dtype::other;
+  Dims shape, strides;
 };
 
 using OptionalArray = std::optional<Array>;
@@ -50,14 +68,14 @@ struct Rotations {
   Floats matrix_, signs_and_norm_, norm_, signs_, blocks_, inverse_blocks_, columns_, inverse_columns_;  // empty: none
 };
 
-Codec make_codec(const std::string& layout, int64_t width, int64_t bits, const std::string& rule, int64_t group, const std::string& scale_dtype,
-                 double unit, const Array& levels, const Array& boundaries);
+Codec make_codec(const std::string& layout, int64_t width, int64_t bits, const std::string& rule, int64_t group,
+                 const std::string& scale_dtype, double unit, const Array& levels, const Array& boundaries);
 
 // Slabs of packed rows, with the lists of their addresses.
 struct Slabs {
-  // code_slab, scale_slab: shape and strides that all slabs share; absent where there are none.
-  Slabs(const Codec& codec, int64_t blocks_per_slab, const OptionalArray& code_slab, const OptionalArray& scale_slab,
-        const std::vector<uint64_t>& code_addresses, const std::vector<uint64_t>& scale_addresses);
+  // As many codes as scales; all of a kind alike in type, shape and strides.
+  Slabs(const Codec& codec, int64_t blocks_per_slab, const std::vector<Array>& code_slabs,
+        const std::vector<Array>& scale_slabs);
 
   Stream stream() const;  // points into this object, which must outlive it
   int64_t num_blocks() const { return static_cast<int64_t>(codes.size()) * layout.blocks_per_slab; }
@@ -76,13 +94,25 @@ struct View {
        const OptionalArray& means, const OptionalArray& dense_keys, const OptionalArray& dense_values,
        const OptionalArray& dense_positions);
 
-  AttendArgs attend;    // without queries, options and outputs
-  int64_t num_blocks;   // that the slabs hold
+  AttendArgs attend;   // without queries, options and outputs
+  int64_t num_blocks;  // that the slabs hold
+};
+
+// Attention on one layer's cache with options that stay from one call to the next (ops/packed_attention, Options).
+struct Plan {
+  // Points into what the view does, and into sink_logits.
+  Plan(const View& view, double scale, bool causal, int64_t window, double softcap, double noise_query,
+       double noise_score, const OptionalArray& sink_logits, bool inverse);
+
+  AttendArgs attend;  // without queries, mask and outputs
+  int64_t num_blocks;
+  OptionalArray sink_logits;
 };
 
 [[noreturn]] void refuse(const std::string& message);
 void require(bool ok, const char* message);
-void check_float_rows(const char* name, const Array& x, const std::vector<int64_t>& shape);
-const int32_t* integers(const char* name, const Array& array, const std::vector<int64_t>& shape);
+void require_floats(const char* name, const Array& x);
+void check_float_rows(const char* name, const Array& x, const Dims& shape);
+const int32_t* integers(const char* name, const Array& array, const Dims& shape);
 
 }  // namespace rq

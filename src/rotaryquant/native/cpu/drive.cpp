@@ -137,6 +137,26 @@ int64_t attention_values(const AttentionArgs& args) {
 
 }  // namespace
 
+void run_stage(const StageArgs& args, int threads) {
+  const int64_t size = args.from.dtype == Dtype::f32 ? 4 : 2, values = args.batch * args.heads * args.rows * args.width;
+  const auto offset = [&](const Rows& rows, int64_t pair, int64_t row) {
+    return size * (pair / args.heads * rows.batch_stride + pair % args.heads * rows.head_stride + row * rows.row_stride);
+  };
+  parallel_for(args.batch * args.heads, worthwhile(threads, values), [&](int64_t pair) {
+    for (int64_t row = 0; row < args.rows; row++) {
+      char* to = static_cast<char*>(const_cast<void*>(args.to.data)) + offset(args.to, pair, row);
+      const char* from = static_cast<const char*>(args.from.data) + offset(args.from, pair, row);
+      if (args.column_stride == 1) {
+        std::memcpy(to, from, static_cast<size_t>(size * args.width));
+        continue;
+      }
+      for (int64_t i = 0; i < args.width; i++) {
+        std::memcpy(to + i * size, from + i * size * args.column_stride, static_cast<size_t>(size));
+      }
+    }
+  });
+}
+
 void run_rotate(const RotateArgs& args, int threads) {
   const Kernels& kernel = rq::kernels();
   const int64_t heads = args.rotation.heads, chunks = divide_up(args.rows, kRowsPerUnit);

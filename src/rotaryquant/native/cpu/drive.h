@@ -7,6 +7,14 @@
 
 namespace rq {
 
+// Exact rows on their way into slots: `to` lies at the first of them and has the same dtype.
+struct StageArgs {
+  Rows from, to;
+  int64_t batch, heads, rows, width;
+  int64_t column_stride;  // of `from`
+};
+
+void run_stage(const StageArgs& args, int threads);
 void run_rotate(const RotateArgs& args, int threads);
 void run_quantize(const QuantizeArgs& args, int64_t rows, int threads);
 void run_repack(const RepackArgs& args, int64_t blocks, int threads);

@@ -10,6 +10,7 @@
 #include "arrays.h"
 #include "drive.h"
 #include "pool.h"
+#include "tensors.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -19,7 +20,24 @@ namespace {
 
 using Release = nb::call_guard<nb::gil_scoped_release>;
 
-constexpr int64_t kMaxPosition = INT32_MAX;
+StageArgs stage_args(const char* name, const Array& x, const Array& held, int64_t rows, int64_t slot) {
+  require(x.shape.size() == 4 && held.shape.size() == 4, "rows must be [batch, heads, columns, width]");
+  StageArgs args = {x.rows(), held.rows(), x.shape[0], x.shape[1], x.shape[2], x.shape[3], x.strides[3]};
+  require(args.rows == rows, "keys and values differ in columns");
+  require(slot >= 0 && slot + rows <= held.shape[2], "columns pass the slots");
+  require_floats(name, x);
+  held.of_type(name, x.dtype).of_shape(name, {args.batch, args.heads, held.shape[2], args.width}).last_contiguous(name);
+  args.to.data = held.at<char>() + slot * args.to.row_stride * (x.dtype == Dtype::f32 ? 4 : 2);
+  return args;
+}
+
+void py_stage(const Array& keys, const Array& values, const Array& held_keys, const Array& held_values, int64_t slot,
+              int threads) {
+  const StageArgs first = stage_args("keys", keys, held_keys, keys.shape[2], slot);
+  const StageArgs second = stage_args("values", values, held_values, first.rows, slot);
+  run_stage(first, threads);
+  run_stage(second, threads);
+}
 
 void py_rotate(const Array& x, const Array& out, const Rotations& rotations, bool inverse, int threads) {
   require(x.shape.size() == 4, "x must be [batch, heads, rows, width]");
@@ -112,15 +130,14 @@ int64_t py_append(const Array& x, const Rotations& rotations, const Slabs& slabs
 }
 
 // Lengths and tables are written between calls.
-void check_blocks(const View& view) {
-  const AttentionArgs& args = view.attend.codes;
+void check_blocks(const AttentionArgs& args, int64_t num_blocks) {
   for (int64_t b = 0; b < args.batch; b++) {
     const int64_t needed = (int64_t{args.packed_lens[b]} + kBlock - 1) / kBlock;
     require(args.packed_lens[b] >= 0, "packed_lens holds a negative length");
     require(needed <= args.max_blocks, "packed_lens passes the columns of block_table");
     for (int64_t i = 0; i < needed; i++) {
       const int64_t block = args.block_table[b * args.max_blocks + i];
-      require(block >= 0 && block < view.num_blocks, "block_table names a block that no slab has");
+      require(block >= 0 && block < num_blocks, "block_table names a block that no slab has");
     }
   }
 }
@@ -143,34 +160,22 @@ void set_mask(AttentionArgs& args, const Array& mask) {
   args.mask_column = mask.strides[3];
 }
 
-void py_attention(const Array& q, const View& view, double scale, bool causal, int64_t window, double softcap,
-                  double noise_query, double noise_score, const OptionalArray& sink_logits, const OptionalArray& mask,
-                  bool inverse, const Array& out, int threads) {
-  AttendArgs attend = view.attend;
+void py_attention(const Array& q, const Plan& plan, const OptionalArray& mask, const Array& out, int threads) {
+  AttendArgs attend = plan.attend;
   AttentionArgs& args = attend.codes;
-  attend.inverse = inverse;
   require(q.shape.size() == 4, "q must be [batch, heads, rows, width]");
   args.heads = q.shape[1];
   args.rows = q.shape[2];
   require(args.kv_heads >= 1 && args.heads % args.kv_heads == 0, "num_heads is not a multiple of num_kv_heads");
-  const std::vector<int64_t> q_shape = {args.batch, args.heads, args.rows, args.keys.codec.width};
-  const std::vector<int64_t> out_shape = {args.batch, args.heads, args.rows, args.values.codec.width};
   attend.dtype = q.dtype;
   require(q.dtype == Dtype::f32 || q.dtype == Dtype::bf16, "q must be float32 or bfloat16");
-  attend.q = q.of_shape("q", q_shape).contiguous("q").at<const void>();
-  check_blocks(view);
-  args.scale = static_cast<float>(scale);
-  args.softcap = static_cast<float>(softcap);
-  args.noise_query = static_cast<float>(noise_query);
-  args.noise_score = static_cast<float>(noise_score);
-  args.causal = causal;
-  args.window = std::min(std::max<int64_t>(window, 0), kMaxPosition);
-  if (sink_logits) {
-    args.sink_logits = sink_logits->of_type("sink_logits", Dtype::f32).of_shape("sink_logits", {args.heads})
-                           .contiguous("sink_logits").at<const float>();
-  }
+  attend.q = q.of_shape("q", {args.batch, args.heads, args.rows, args.keys.codec.width}).contiguous("q").at<void>();
+  check_blocks(args, plan.num_blocks);
+  if (plan.sink_logits) plan.sink_logits->of_shape("sink_logits", {args.heads});
   if (mask) set_mask(args, *mask);
-  attend.out = out.of_type("out", q.dtype).of_shape("out", out_shape).contiguous("out").at<void>();
+  attend.out = out.of_type("out", q.dtype)
+                   .of_shape("out", {args.batch, args.heads, args.rows, args.values.codec.width})
+                   .contiguous("out").at<void>();
   run_attend(attend, threads);
 }
 
@@ -216,10 +221,8 @@ void py_use(const std::string& name) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.doc() = "CPU kernels of rotaryquant on raw addresses; use them through rotaryquant.ops.";
-  nb::class_<Array>(m, "Array").def(
-      nb::init<uint64_t, const std::string&, std::vector<int64_t>, std::vector<int64_t>>(), "address"_a, "dtype"_a,
-      "shape"_a, "strides"_a);
+  m.doc() = "CPU kernels of rotaryquant on tensors in memory; use them through rotaryquant.ops.";
+  m.def("read_tensors", &read_tensors, "type"_a, "Take tensors of this class, torch.Tensor, as arrays from now on.");
   nb::class_<Rotations>(m, "Rotation").def(
       nb::init<int64_t, int64_t, int64_t, const Array&, const OptionalArray&, const OptionalArray&,
                const OptionalArray&>(),
@@ -228,23 +231,26 @@ NB_MODULE(_native, m) {
   m.def("codec", &make_codec, "layout"_a, "width"_a, "bits"_a, "rule"_a, "group"_a, "scale_dtype"_a, "unit"_a, "levels"_a,
         "boundaries"_a);
   nb::class_<Slabs>(m, "Stream").def(
-      nb::init<const Codec&, int64_t, const OptionalArray&, const OptionalArray&, const std::vector<uint64_t>&,
-               const std::vector<uint64_t>&>(),
-      "codec"_a, "blocks_per_slab"_a, "code_slab"_a.none(), "scale_slab"_a.none(), "codes"_a, "scales"_a);
+      nb::init<const Codec&, int64_t, const std::vector<Array>&, const std::vector<Array>&>(), "codec"_a,
+      "blocks_per_slab"_a, "codes"_a, "scales"_a);
   nb::class_<View>(m, "View").def(
       nb::init<const Slabs&, const Slabs&, const Rotations&, const Rotations&, const Array&, const Array&, const Array&,
                int64_t, const OptionalArray&, const OptionalArray&, const OptionalArray&, const OptionalArray&>(),
       "keys"_a, "values"_a, "key_rotation"_a, "value_rotation"_a, "block_table"_a, "packed_lens"_a, "seq_lens"_a,
       "num_sinks"_a, "means"_a.none(), "dense_keys"_a.none(), "dense_values"_a.none(), "dense_positions"_a.none(),
       nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>());
+  nb::class_<Plan>(m, "Plan").def(
+      nb::init<const View&, double, bool, int64_t, double, double, double, const OptionalArray&, bool>(), "view"_a,
+      "scale"_a, "causal"_a, "window"_a, "softcap"_a, "noise_query"_a, "noise_score"_a, "sink_logits"_a.none(),
+      "inverse"_a, nb::keep_alive<1, 2>());
+  m.def("stage", &py_stage, "keys"_a, "values"_a, "held_keys"_a, "held_values"_a, "slot"_a, "threads"_a, Release());
   m.def("rotate", &py_rotate, "x"_a, "out"_a, "rotation"_a, "inverse"_a, "threads"_a, Release());
   m.def("quantize", &py_quantize, "y"_a, "codec"_a, "codes"_a, "scales"_a, "threads"_a, Release());
   m.def("repack", &py_repack, "step"_a, "rows"_a, "out"_a, "bits"_a, "width"_a, "layout"_a, "threads"_a,
         Release());
   m.def("append", &py_append, "x"_a, "rotation"_a, "stream"_a, "block_table"_a, "src_begin"_a, "counts"_a,
         "dst_begin"_a, "mean"_a.none(), "threads"_a, Release());
-  m.def("attention", &py_attention, "q"_a, "view"_a, "scale"_a, "causal"_a, "window"_a, "softcap"_a, "noise_query"_a,
-        "noise_score"_a, "sink_logits"_a.none(), "mask"_a.none(), "inverse"_a, "out"_a, "threads"_a, Release());
+  m.def("attention", &py_attention, "q"_a, "plan"_a, "mask"_a.none(), "out"_a, "threads"_a, Release());
   m.def("borrow_threads", [](uint64_t address) { borrow_threads(reinterpret_cast<Parallel>(address)); }, "address"_a,
         "Run loops on threads of the OpenMP runtime with GOMP_parallel at this address; 0: on threads of our own.");
   m.def("roof", &py_roof, "kind"_a, "data"_a, "rounds"_a, "threads"_a, Release());

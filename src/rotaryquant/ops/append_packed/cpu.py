@@ -44,14 +44,14 @@ def run(
     table, begin, count, start = (t.contiguous() for t in (block_table, src_begin, counts, dst_begin))
     mean = None if mean is None else mean.float().contiguous()
     bad: int = native.module().append(
-        x=native.array(x),
+        x=x,
         rotation=native.rotation(rotation),
         stream=native.stream(stream),
-        block_table=native.array(table),
-        src_begin=native.array(begin),
-        counts=native.array(count),
-        dst_begin=native.array(start),
-        mean=native.optional(mean),
+        block_table=table,
+        src_begin=begin,
+        counts=count,
+        dst_begin=start,
+        mean=mean,
         threads=torch.get_num_threads(),
     )
     return bad

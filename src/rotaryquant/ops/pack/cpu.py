@@ -19,8 +19,8 @@ def run(step: str, data: Tensor, bits: int, width: int, layout: str) -> Tensor:
     out = torch.empty(*rows.shape[:2], size, dtype=torch.uint8)
     native.module().repack(
         step=step,
-        rows=native.array(rows),
-        out=native.array(out),
+        rows=rows,
+        out=out,
         bits=bits,
         width=width,
         layout=layout,

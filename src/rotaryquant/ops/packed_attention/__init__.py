@@ -1,5 +1,7 @@
 """Attention on packed keys and values: scores on the codes, fp32 softmax, accumulation on the codes."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,24 @@ from rotaryquant.ops import dispatch
 from rotaryquant.ops.streams import CacheView
 
 KERNELS = ("cpu", "reference")
+
+
+class Options(NamedTuple):
+    """What calls on one layer have in common; `packed_attention` says what each means."""
+
+    scale: float
+    causal: bool = True
+    window: int = 0
+    softcap: float = 0.0
+    sink_logits: Tensor | None = None
+    key_noise: float = 0.0
+    inverse: bool = True
+    q_dtype: torch.dtype | None = None
+    p_dtype: torch.dtype | None = None
+
+    def same_as(self, other: "Options") -> bool:
+        """Whether all agree; sink logits are one tensor, not two with the same values."""
+        return self is other or (self.sink_logits is other.sink_logits and self == other)
 
 
 def packed_attention(
@@ -46,27 +66,26 @@ def packed_attention(
     to two where those weigh more than 1/64 of the sum so far (docs/kernels.md).
     Returns [batch, num_heads, rows, value_width] in q's dtype; sums are fp32.
     """
-    heads = view.key_rotation.num_kv_heads
-    if q.dim() != 4 or q.shape[-1] != view.keys.codec.width:
-        raise ValueError(f"q {tuple(q.shape)} must be [batch, num_heads, rows, {view.keys.codec.width}]")
-    if q.shape[1] % heads:
-        raise ValueError(f"num_heads={q.shape[1]} is not a multiple of num_kv_heads={heads}")
-    if key_noise > 0 and (view.keys.codec.groups > 1 or view.keys.codec.unit == 0):
-        raise ValueError(f"key_noise={key_noise}: needs keys with one scale a row and at most 4 bits")
-    result: Tensor = dispatch.run(
-        "packed_attention",
-        kernel,
-        q,
-        view,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        sink_logits=sink_logits,
-        mask=mask,
-        key_noise=key_noise,
-        inverse=inverse,
-        q_dtype=q_dtype,
-        p_dtype=p_dtype,
-    )
+    options = Options(scale, causal, window, softcap, sink_logits, key_noise, inverse, q_dtype, p_dtype)
+    _check(q, view, options)
+    result: Tensor = dispatch.run("packed_attention", kernel, q, view, options, mask)
     return result
+
+
+def prepare(q: Tensor, view: CacheView, options: Options) -> dispatch.Bound:
+    """The op for calls (q, view, options, None) that differ from this one in q alone, all on one device.
+
+    Raises ValueError as `packed_attention` does.
+    """
+    _check(q, view, options)
+    return dispatch.Bound("packed_attention", "auto", q, view, options, None)
+
+
+def _check(q: Tensor, view: CacheView, options: Options) -> None:
+    heads, shape, codec = view.key_rotation.num_kv_heads, q.shape, view.keys.codec
+    if len(shape) != 4 or shape[3] != codec.width:
+        raise ValueError(f"q {tuple(shape)} must be [batch, num_heads, rows, {codec.width}]")
+    if shape[1] % heads:
+        raise ValueError(f"num_heads={shape[1]} is not a multiple of num_kv_heads={heads}")
+    if options.key_noise > 0 and (codec.groups > 1 or codec.unit == 0):
+        raise ValueError(f"key_noise={options.key_noise}: needs keys with one scale a row and at most 4 bits")

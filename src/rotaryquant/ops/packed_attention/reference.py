@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from rotaryquant.ops.pack import reference as pack
+from rotaryquant.ops.packed_attention import Options
 from rotaryquant.ops.quantize import reference as quantize
 from rotaryquant.ops.rotate import reference as rotate
 from rotaryquant.ops.streams import BLOCK, CacheView, PackedStream, block_rows
 
 
-def unsupported(q: Tensor, view: CacheView, **options: object) -> str | None:
+def unsupported(q: Tensor, view: CacheView, options: Options, mask: Tensor | None) -> str | None:
     """Takes every call."""
     return None
 
@@ -56,22 +57,9 @@ def _visible(query_positions: Tensor, key_positions: Tensor, causal: bool, windo
     return seen
 
 
-def run(
-    q: Tensor,
-    view: CacheView,
-    *,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-    sink_logits: Tensor | None,
-    mask: Tensor | None,
-    key_noise: float,
-    inverse: bool,
-    q_dtype: torch.dtype | None,
-    p_dtype: torch.dtype | None,
-) -> Tensor:
+def run(q: Tensor, view: CacheView, options: Options, mask: Tensor | None) -> Tensor:
     """Every batch row on its own; see the op's docstring for shapes."""
+    scale, causal, window, softcap, sink_logits, key_noise, inverse, q_dtype, p_dtype = options
     dtype, q = q.dtype, q.float()
     batch, num_heads, rows, width = q.shape
     kv_heads = view.key_rotation.num_kv_heads

@@ -19,10 +19,10 @@ def run(y: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
     codes = torch.empty(rows.shape, dtype=torch.uint8)
     scales = torch.empty(rows.shape[0], codec.groups, dtype=codec.scale_dtype)
     native.module().quantize(
-        y=native.array(rows),
+        y=rows,
         codec=native.codec(codec),
-        codes=native.array(codes),
-        scales=native.array(scales),
+        codes=codes,
+        scales=scales,
         threads=torch.get_num_threads(),
     )
     return codes.view(y.shape), scales.view(*y.shape[:-1], codec.groups)

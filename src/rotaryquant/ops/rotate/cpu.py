@@ -17,8 +17,8 @@ def run(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
     """Product y = R x, or x = Rᵀ y; reads x with its own batch, head and row strides."""
     out = torch.empty(x.shape, dtype=torch.float32)
     native.module().rotate(
-        x=native.array(x),
-        out=native.array(out),
+        x=x,
+        out=out,
         rotation=native.rotation(rotation),
         inverse=inverse,
         threads=torch.get_num_threads(),
