@@ -169,6 +169,7 @@ RQ_INLINE void value_code_products(const LevelTable& table, const uint8_t* const
       vb level[NC];
       RQ_UNROLL for (int c = 0; c < NC; c++) level[c] = (vb)level_vector<BITS>(table, planes[c], v);
       fetch(ahead, v);
+      if (NC * BITS * 8 > 64) fetch({ahead.from + 32 * NC * BITS / 8, ahead.per_step}, v);
       RQ_UNROLL for (int r = 0; r < NR; r++) {
         const int32_t four = four_bytes(p, stride, r, strip * kChunkVectors + v);
         RQ_UNROLL for (int c = 0; c < NC; c++) acc[v % NU][r][c] = dot4_weights(acc[v % NU][r][c], level[c], four);

@@ -86,25 +86,27 @@ RQ_INLINE bool from_codes(const Tile& t, const Span& s) {
 
 // ---- scales ---------------------------------------------------------------------------------------------------
 
-// VL scales of one block, one after the other or not.
-RQ_INLINE vf load_scales(const Stream& stream, const uint16_t* from) {
-  uint16_t gathered[VL];
-  const uint16_t* bits = from;
+// `count` scales of one block, a multiple of VL.
+RQ_INLINE void load_scales(const Stream& stream, const uint16_t* from, int64_t count, float* out) {
+  uint16_t gathered[kBlock];
   if (stream.scale_row != 1) {
-    for (int64_t i = 0; i < VL; i++) gathered[i] = from[i * stream.scale_row];
-    bits = gathered;
+    for (int64_t i = 0; i < count; i++) gathered[i] = from[i * stream.scale_row];
+    from = gathered;
   }
-  return stream.codec.scale_dtype == Dtype::bf16 ? load_bf16(bits) : load_f16(bits);
+  if (stream.codec.scale_dtype == Dtype::bf16) {
+    for (int64_t i = 0; i < count; i += VL) store(out + i, load_bf16(from + i));
+  } else {
+    for (int64_t i = 0; i < count; i += VL) store(out + i, load_f16(from + i));
+  }
 }
 
 // Scales of a span's rows for one group of columns, zeros outside [first, last).
 RQ_INLINE void row_scales(const Stream& stream, const uint16_t* const* blocks, const Span& s, int64_t group,
                           float* out) {
-  for (int64_t start = s.begin / kBlock * kBlock; start < s.end; start += kBlock) {
-    const uint16_t* from = blocks[start / kBlock] + group * stream.scale_group;
-    for (int64_t k = larger(start, s.begin); k < smaller(start + kBlock, s.end); k += VL) {
-      store(out + k, load_scales(stream, from + (k - start) * stream.scale_row));
-    }
+  for (int64_t block = s.begin / kBlock; block * kBlock < s.end; block++) {
+    const int64_t first = larger(block * kBlock, s.begin), last = smaller((block + 1) * kBlock, s.end);
+    const uint16_t* from = blocks[block] + group * stream.scale_group + (first - block * kBlock) * stream.scale_row;
+    load_scales(stream, from, last - first, out + first);
   }
   for (int64_t k = s.begin; k < s.first; k++) out[k] = 0;
   for (int64_t k = s.last; k < s.end; k++) out[k] = 0;
