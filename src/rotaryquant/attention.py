@@ -45,7 +45,7 @@ def attend(
         layer.observe(queries, options.scale)
         layer.settle(pads)
     _count(layer, queries.shape[2], options.window, counters)
-    if layer.all_exact():
+    if layer.all_staged():
         # the first staged column need not be column 0: a row that had packed tokens may have left the batch
         start = layer.dense.start
         keys, values = layer.dense.staged()

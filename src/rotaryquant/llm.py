@@ -141,7 +141,7 @@ class LLM:
         self.enabled: EnabledModel | None = enable(loaded.model, kv)
         self.config = text_config(loaded.model)
         self.max_context = int(getattr(self.config, "max_position_embeddings", 0) or 0) or (1 << 62)
-        self.end_ids = _end_ids(loaded)
+        self.end_ids = loaded.end_ids
         self.session = Session(loaded.model, self.enabled)
         self.current: TextStream | None = None
 
@@ -232,12 +232,3 @@ class LLM:
     def summary(self) -> str:
         """One line: how the cache is kept."""
         return "kv=fp16: 16-bit cache, nothing packed" if self.enabled is None else self.enabled.report().summary()
-
-
-def _end_ids(loaded: Loaded) -> frozenset[int]:
-    """Tokens that end an answer, by the generation configuration, the model's, and the tokenizer."""
-    found: set[int] = set()
-    for holder in (loaded.model.generation_config, loaded.model.config, loaded.tokenizer):
-        ends = getattr(holder, "eos_token_id", None)
-        found.update(ends if isinstance(ends, list | tuple) else [] if ends is None else [ends])
-    return frozenset(found)

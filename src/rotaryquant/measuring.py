@@ -16,12 +16,14 @@ class Outcome:
     """Result of one measurement.
 
     data: plain values, the JSON object. headers, rows: a table of the same. lines: what else to say above it.
+    passed: False where what was measured was to be judged and does not pass.
     """
 
     data: dict[str, Any]
     headers: list[str]
     rows: list[list[str]]
     lines: list[str] = field(default_factory=list)
+    passed: bool = True
 
 
 def model_name(model: str | None) -> str:

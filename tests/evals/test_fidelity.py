@@ -21,6 +21,7 @@ from rotaryquant.evals.teacher_forcing import (
     still_chunks,
     stock_chunks,
 )
+from rotaryquant.evals.windows import check_plausible, windows_of
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.kv.tail import packed_end
 from rotaryquant.ops.quantize import reference as quantize_reference
@@ -164,10 +165,10 @@ def test_windows_begin_as_the_model_expects(tmp_path: Path) -> None:
     model = tiny()
     text = "abcdefgh" * 200
     plain = Loaded("t", tmp_path, model, byte_tokenizer(add_bos=False))
-    windows, start = fidelity.windows_of(plain, text, 512, 300)
+    windows, start = windows_of(plain, text, 512, 300)
     assert start["bos"] is None
     with_bos = Loaded("t", tmp_path, model, byte_tokenizer(add_bos=True))
-    windows, start = fidelity.windows_of(with_bos, text, 512, 300)
+    windows, start = windows_of(with_bos, text, 512, 300)
     assert all(len(window) == 512 and int(window[0]) == start["bos"] for window in windows)
     assert all(int((window == start["bos"]).sum()) == 1 for window in windows)
 
@@ -188,7 +189,7 @@ def test_wrong_options_are_refused(tmp_path: Path, words: tuple[str, ...], messa
 
 def test_an_implausible_base_line_stops_the_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ppl_ref=5\.9e\+09 is outside"):
-        fidelity.check_plausible(5.9e9, {"bos": None, "bos_source": "nobody", "first_ids": [1, 2]})
+        check_plausible(5.9e9, {"bos": None, "bos_source": "nobody", "first_ids": [1, 2]})
 
 
 def test_empty_and_missing_texts_are_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from rotaryquant.config import parse_kv
 from rotaryquant.evals import fidelity
 from rotaryquant.evals.inputs import load_model, read_text
+from rotaryquant.evals.windows import windows_of
 from support.assets import asset
 from support.kernels import force_kernel
 
@@ -22,7 +23,7 @@ def test_rounding_adds_at_most_two_percent_to_the_divergence(monkeypatch: pytest
     """
     spec = "iso3-strict"
     loaded = load_model(str(asset(MODEL)), "float32", None)
-    windows, _ = fidelity.windows_of(loaded, read_text(Path(asset(TEXT))), 1024, 8000)
+    windows, _ = windows_of(loaded, read_text(Path(asset(TEXT))), 1024, 8000)
     mean = {}
     for kernel in ("reference", "auto"):
         force_kernel(monkeypatch, kernel)

@@ -154,7 +154,7 @@ def test_deferred_prompt_stays_exact_until_it_is_over() -> None:
     keys, values = random_rows(1, 300)
     layer.begin_prefill()
     feed(layer, keys, values, [100, 100, 100])
-    assert layer.all_exact()
+    assert layer.all_staged()
     layer.end_prefill()
     assert layer.rows[0].packed_len == 224
 

@@ -97,7 +97,7 @@ def test_refusal_comes_before_anything_is_packed() -> None:
     feed(layer, keys, keys, [TOKENS], queries=torch.randn(keys.shape))
     with pytest.raises(UnsupportedModelError):
         layer.end_prefill()
-    assert layer.all_exact()
+    assert layer.all_staged()
 
 
 def test_the_limit_can_be_raised() -> None:

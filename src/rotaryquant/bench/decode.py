@@ -155,7 +155,7 @@ def check_model(loaded: Loaded, kv: KVCacheConfig) -> str:
     kernel, shapes = "", set[Shape]()
     for layer in read_geometry(text_config(model)):
         packed = cache.packed_layer(layer.index)
-        if packed is None or packed.all_exact():
+        if packed is None or packed.all_staged():
             continue
         what = f"{loaded.name}, layer {layer.index}, kv={kv.name}"
         query = torch.randn(1, layer.num_heads, 1, layer.head_dim, generator=generator)

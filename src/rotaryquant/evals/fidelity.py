@@ -6,7 +6,7 @@ forced tokens behind it. Only positions that attend to packed rows are scored, a
 
 import argparse
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rotaryquant.config import KVCacheConfig, parse_kv
+from rotaryquant.config import KVCacheConfig
 from rotaryquant.counters import Counters
 from rotaryquant.errors import ConfigError
+from rotaryquant.evals.peers import parse_spec
+from rotaryquant.evals.simulated import Simulation, new_cache
 from rotaryquant.evals.statistics import ratio_interval
 from rotaryquant.evals.teacher_forcing import Chunk, packed_chunks, reference_logits, stock_chunks
+from rotaryquant.evals.windows import check_plausible, windows_of
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.enable import enabled
 from rotaryquant.integrations.transformers.report import layer_bits
-from rotaryquant.integrations.transformers.tokens import bos_policy, encode_text
+from rotaryquant.integrations.transformers.tokens import encode_text
 from rotaryquant.kv import accounting, heap
 from rotaryquant.measuring import Outcome, model_name, provenance
-
-#: A reference perplexity outside this range means that text, tokenizer or BOS do not fit the model (case C63).
-PLAUSIBLE_PERPLEXITY = (1.05, 500.0)
 
 
 @dataclass
@@ -62,30 +62,9 @@ class Scores:
         heap.give_back()
 
 
-def windows_of(loaded: Loaded, text: str, context: int, tokens: int) -> tuple[list[Tensor], dict[str, Any]]:
-    """Windows int64 [context] of consecutive text with enough scored positions, and how they begin.
-
-    Each window starts with BOS if the model expects one. The second half of a window is scored, except its first
-    prediction, which the packed prefix does not influence. Raises ConfigError where the text is too short.
-    """
-    bos, source = bos_policy(loaded.tokenizer, loaded.model.config)
-    scored = context - 1 - context // 2
-    count = -(-tokens // scored)
-    step = context - (bos is not None)
-    ids = torch.tensor(encode_text(loaded.tokenizer, text))
-    if len(ids) < count * step:
-        raise ConfigError(
-            f"tokens={tokens} at context={context} needs {count} windows of {step} tokens, the text has {len(ids)} "
-            f"tokens; ask for at most {len(ids) // step * scored} or use a longer text"
-        )
-    start = [] if bos is None else [torch.tensor([bos])]
-    windows = [torch.cat([*start, ids[i * step : (i + 1) * step]]) for i in range(count)]
-    return windows, {"bos": bos, "bos_source": source, "first_ids": windows[0][:4].tolist()}
-
-
 def measure(
     loaded: Loaded,
-    specs: dict[str, KVCacheConfig | None],
+    specs: Mapping[str, KVCacheConfig | Simulation | None],
     windows: list[Tensor],
     reference: Loaded | None = None,
     progress: Callable[[str], None] | None = None,
@@ -110,13 +89,16 @@ def measure(
                 scores[name].add(stock_chunks(model, ids, first), exact, ids, first)
                 scores[name].bits = dict.fromkeys(("bits_per_value", "bits_worst", "bits_all_layers"), 16.0)
                 continue
-            with enabled(model, kv) as state:
+            with enabled(model, kv.config if isinstance(kv, Simulation) else kv) as state:
                 assert state is not None
-                cache = state.new_cache()
+                cache = new_cache(state, kv)
                 scores[name].add(packed_chunks(model, cache, ids, first), exact, ids, first)
+                layers = layer_bits(cache)
                 stock = sum(2 * g.num_kv_heads * g.head_dim for g in state.geometry if not g.packable)
-                scores[name].bits = count_bits(layer_bits(cache), len(ids), stock)
-                scores[name].summary = state.report().summary()
+                scores[name].bits = count_bits(layers, len(ids), stock)
+                scores[name].summary = (
+                    kv.summary(len(layers)) if isinstance(kv, Simulation) else state.report().summary()
+                )
     return exact_nll, scores
 
 
@@ -140,7 +122,9 @@ def result_of(scores: Scores, exact_nll: list[float], counts: list[int]) -> dict
         "ppl_ratio_low": low,
         "ppl_ratio_high": high,
         "kld_mean": float(divergence.mean()),
+        "kld_median": float(divergence.median()),
         "kld_p999": float(divergence.quantile(0.999)),
+        "kld_max": float(divergence.max()),
         "top1": float(torch.cat(scores.agree).mean()),
         **scores.bits,
         "tokens": total,
@@ -150,32 +134,90 @@ def result_of(scores: Scores, exact_nll: list[float], counts: list[int]) -> dict
     }
 
 
-def check_plausible(perplexity: float, start: dict[str, Any]) -> None:
-    """Raise ConfigError for a reference perplexity that says something is wrong with the set-up."""
-    low, high = PLAUSIBLE_PERPLEXITY
-    if not low <= perplexity <= high:
-        raise ConfigError(
-            f"ppl_ref={perplexity:.4g} is outside {low:g}..{high:g}: text, tokenizer or BOS do not fit this model "
-            f"(first ids {start['first_ids']}, BOS {start['bos']}: {start['bos_source']}); pass --any-baseline to "
-            f"measure all the same"
-        )
+def add_text_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
+    """Options of every measurement that scores windows of text, `tokens` positions by default."""
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="folder, .gguf file or hub id (default: SmolLM2-135M)"
+    )
+    parser.add_argument("--text", metavar="FILE", required=True, help="real text, UTF-8; read as one string")
+    parser.add_argument("--context", type=int, default=2048, metavar="N", help="tokens in a window (default 2048)")
+    parser.add_argument("--tokens", type=int, default=tokens, metavar="N", help=f"scored positions (default {tokens})")
+    parser.add_argument("--dtype", default="float32", metavar="TYPE", help="float32 (default), bfloat16 or auto")
+    parser.add_argument("--threads", type=int, metavar="N", help="threads of torch")
+    parser.add_argument("--any-baseline", action="store_true", help="go on with an implausible reference perplexity")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `rotaryquant eval fidelity`."""
+    add_text_arguments(parser, tokens=20_000)
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="folder, .gguf file or hub id (default: SmolLM2-135M)"
+        "--kv", metavar="SPEC", action="append", help="ours or a simulated peer; repeat to compare; default iso3"
     )
-    parser.add_argument("--kv", metavar="SPEC", action="append", help="repeat to compare; default iso3")
-    parser.add_argument("--text", metavar="FILE", required=True, help="real text, UTF-8; read as one string")
-    parser.add_argument("--context", type=int, default=2048, metavar="N", help="tokens in a window (default 2048)")
-    parser.add_argument("--tokens", type=int, default=20_000, metavar="N", help="scored positions (default 20000)")
     parser.add_argument("--reference", metavar="MODEL", help="compare with another checkpoint (same tokenizer)")
     parser.add_argument("--against", metavar="SPEC", help="one of --kv: also give each other's ratio to it, paired")
-    parser.add_argument("--dtype", default="float32", metavar="TYPE", help="float32 (default), bfloat16 or auto")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of torch")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the divergence over the position in the window")
-    parser.add_argument("--any-baseline", action="store_true", help="go on with an implausible reference perplexity")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Windows of a text as several configurations read them. counts: scored positions of each window.
+
+    about: what a report says of the run before its results.
+    """
+
+    exact_nll: list[float]
+    counts: list[int]
+    scores: dict[str, Scores]
+    about: dict[str, Any]
+
+    def result(self, name: str) -> dict[str, Any]:
+        """The numbers of one configuration."""
+        return {"kv": name, **result_of(self.scores[name], self.exact_nll, self.counts)}
+
+    def against(self, name: str, other: str) -> dict[str, Any]:
+        """Perplexity of one configuration over another's, paired by window, with its 95% interval."""
+        ours, theirs = (np.array(self.scores[one].nll) for one in (name, other))
+        ratio = ratio_interval(ours, theirs, np.array(self.counts, dtype=float))
+        return {"kv": other, **dict(zip(("ratio", "low", "high"), ratio, strict=True))}
+
+
+def measure_text(
+    args: argparse.Namespace,
+    specs: Mapping[str, KVCacheConfig | Simulation | None],
+    progress: Callable[[str], None],
+    reference: str | None = None,
+) -> Measured:
+    """Load what `add_text_arguments` names and measure. reference: another checkpoint to compare with.
+
+    Raises RotaryQuantError with one clear line for a wrong input.
+    """
+    from rotaryquant.evals.inputs import load_model, read_text
+
+    if args.context < 512 or args.tokens < 1:
+        raise ConfigError(f"context={args.context}, tokens={args.tokens}: need at least 512 and 1")
+    text = read_text(Path(args.text))
+    loaded = load_model(args.model, args.dtype, args.threads)
+    windows, start = windows_of(loaded, text, args.context, args.tokens)
+    other = load_model(reference, args.dtype, args.threads) if reference else None
+    if other is not None and encode_text(other.tokenizer, text[:2000]) != encode_text(loaded.tokenizer, text[:2000]):
+        raise ConfigError(f"--reference {reference}: its tokenizer splits the text differently; use a sibling model")
+    exact_nll, scores = measure(loaded, specs, windows, other, progress=progress)
+    counts = [len(ids) - 1 - len(ids) // 2 for ids in windows]
+    ppl_ref = math.exp(sum(exact_nll) / sum(counts))
+    if not args.any_baseline:
+        check_plausible(ppl_ref, start)
+    about = {
+        **provenance(),
+        "model": model_name(args.model),
+        "reference": model_name(reference) if reference else "the same model, 16-bit cache",
+        "text": Path(args.text).name,
+        "context": args.context,
+        "windows": len(windows),
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        **start,
+        "ppl_ref": ppl_ref,
+    }
+    return Measured(exact_nll, counts, scores, about)
 
 
 def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
@@ -183,54 +225,25 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
 
     Raises RotaryQuantError with one clear line for a wrong input.
     """
-    from rotaryquant.evals.inputs import load_model, read_text
-
-    specs = {spec: parse_kv(spec) for spec in args.kv or ["iso3"]}
+    specs = {spec: parse_spec(spec) for spec in args.kv or ["iso3"]}
     if args.against is not None and args.against not in specs:
         raise ConfigError(f"--against {args.against!r} must be one of --kv: {', '.join(specs)}")
-    if args.context < 512 or args.tokens < 1:
-        raise ConfigError(f"context={args.context}, tokens={args.tokens}: need at least 512 and 1")
-    text = read_text(Path(args.text))
-    loaded = load_model(args.model, args.dtype, args.threads)
-    windows, start = windows_of(loaded, text, args.context, args.tokens)
-    reference = load_model(args.reference, args.dtype, args.threads) if args.reference else None
-    if reference is not None and encode_text(reference.tokenizer, text[:2000]) != encode_text(
-        loaded.tokenizer, text[:2000]
-    ):
-        raise ConfigError(
-            f"--reference {args.reference}: its tokenizer splits the text differently; use a sibling model"
-        )
-    exact_nll, scores = measure(loaded, specs, windows, reference, progress=progress)
-    counts = [len(ids) - 1 - len(ids) // 2 for ids in windows]
-    ppl_ref = math.exp(sum(exact_nll) / sum(counts))
-    if not args.any_baseline:
-        check_plausible(ppl_ref, start)
+    measured = measure_text(args, specs, progress, args.reference)
     results = []
-    for name, one in scores.items():
-        row = {"kv": name, **result_of(one, exact_nll, counts)}
+    for name in specs:
+        row = measured.result(name)
         if args.against is not None and name != args.against:
-            other = scores[args.against]
-            ratio = ratio_interval(np.array(one.nll), np.array(other.nll), np.array(counts, dtype=float))
-            row["against"] = {"kv": args.against, **dict(zip(("ratio", "low", "high"), ratio, strict=True))}
+            row["against"] = measured.against(name, args.against)
         results.append(row)
-    data: dict[str, Any] = {
-        **provenance(),
-        "model": model_name(args.model),
-        "reference": model_name(args.reference) if args.reference else "the same model, 16-bit cache",
-        "text": Path(args.text).name,
-        "context": args.context,
-        "windows": len(windows),
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        **start,
-        "ppl_ref": ppl_ref,
-        "results": results,
-    }
+    data: dict[str, Any] = {**measured.about, "results": results}
     if len(results) == 1:
         data |= results[0]
     if args.plot:
         from rotaryquant.evals.plots import plot_divergence
 
-        plot_divergence(Path(args.plot), {name: one.divergence for name, one in scores.items()}, args.context, data)
+        plot_divergence(
+            Path(args.plot), {name: one.divergence for name, one in measured.scores.items()}, args.context, data
+        )
     return _outcome(data)
 
 

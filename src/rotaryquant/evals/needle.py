@@ -149,7 +149,7 @@ def ask(loaded: Loaded, haystack: Haystack, kv: KVCacheConfig | None) -> Answers
 
 def _answer(loaded: Loaded, cache: Cache, question: Tensor) -> str:
     """Greedy answer up to the end of its line."""
-    tokenizer, ends = loaded.tokenizer, _end_ids(loaded)
+    tokenizer, ends = loaded.tokenizer, loaded.end_ids
     logits = loaded.model(question[None], cache=cache, logits_to_keep=1).logits
     ids: list[int] = []
     while len(ids) < _ANSWER_TOKENS:
@@ -161,13 +161,6 @@ def _answer(loaded: Loaded, cache: Cache, question: Tensor) -> str:
             break
         logits = loaded.model(torch.tensor([[token]]), cache=cache, logits_to_keep=1).logits
     return str(tokenizer.decode(ids)).strip().split("\n")[0]
-
-
-def _end_ids(loaded: Loaded) -> set[int]:
-    """Tokens that end an answer: the generation configuration's and the tokenizer's."""
-    ends: Any = getattr(loaded.model.generation_config, "eos_token_id", None)
-    known = ends if isinstance(ends, list) else [ends]
-    return {int(end) for end in [*known, loaded.tokenizer.eos_token_id] if end is not None}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

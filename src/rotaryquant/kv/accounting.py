@@ -2,27 +2,42 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from rotaryquant.formats.kv import BLOCK, StreamFormat
+from rotaryquant.formats.kv import BLOCK
 from rotaryquant.kv.tail import full_tail, mean_tail
 
 _EXACT_BITS = 16
+
+
+class RowFormat(Protocol):
+    """What counting asks of a stream's format."""
+
+    @property
+    def width(self) -> int:
+        """Values in a row."""
+
+    @property
+    def row_bytes(self) -> float:
+        """Bytes of one packed row, scales included; a fraction where rows share some."""
 
 
 @dataclass(frozen=True)
 class LayerBits:
     """What one packed layer stores for one sequence of `tokens` tokens.
 
-    keys, values: stream formats. sinks: exact first rows beside their codes. tail: newest tokens that stay exact at
-    least, 0 for none. mean_values: bf16 values of removed means (num_kv_heads · width), 0 without.
+    keys, values: formats of packed rows. sinks: exact first rows beside their codes. tail: newest tokens that stay
+    exact at least, 0 for none. side_values: 16-bit values beside the rows, as removed means, for all heads.
+    exact_bits: of a value in a row that stays exact.
     """
 
-    keys: StreamFormat
-    values: StreamFormat
+    keys: RowFormat
+    values: RowFormat
     num_kv_heads: int
     sinks: int
     tail: int
-    mean_values: int
+    side_values: int
+    exact_bits: int = _EXACT_BITS
 
     def values_of(self, tokens: int) -> int:
         """K and V values of `tokens` tokens."""
@@ -35,8 +50,8 @@ class LayerBits:
         width = self.keys.width + self.values.width
         row_bits = 8 * (self.keys.row_bytes + self.values.row_bytes)
         sinks = min(self.sinks, tokens - exact)  # a sink inside the tail is stored once
-        per_head = (tokens - exact) * row_bits + (exact + sinks) * width * _EXACT_BITS
-        return self.num_kv_heads * per_head + self.mean_values * _EXACT_BITS
+        per_head = (tokens - exact) * row_bits + (exact + sinks) * width * self.exact_bits
+        return self.num_kv_heads * per_head + self.side_values * _EXACT_BITS
 
 
 def bits_per_value(layers: Sequence[LayerBits], tokens: int) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 from rotaryquant.config import KVCacheConfig
 from rotaryquant.formats.kv import BLOCK
 from rotaryquant.kv import heap, protect
+from rotaryquant.kv.accounting import LayerBits
 from rotaryquant.kv.blocks import Row
 from rotaryquant.kv.dense import DenseRows
 from rotaryquant.kv.modes import editable_tensors
@@ -353,3 +354,12 @@ class PackedLayer(PackedRows):
     def nbytes(self) -> int:
         """Bytes held for this layer, all tensors by storage."""
         return self.packed_nbytes + self.dense.nbytes
+
+    def stored(self) -> LayerBits | None:
+        """What one sequence stores here, by its formats; None before anything is packed."""
+        if self.keys is None or self.values is None:
+            return None
+        means = 0 if self.means is None else int((self.means[0] != 0).any(-1).sum()) * self.keys.format.width
+        return LayerBits(
+            self.keys.format, self.values.format, self.keys.num_kv_heads, self.config.sinks, self.config.tail, means
+        )

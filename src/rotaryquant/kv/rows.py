@@ -34,8 +34,8 @@ class PackedRows:
         """Rows of the batch, 0 before the first update."""
         return len(self.rows)
 
-    def all_exact(self) -> bool:
-        """Whether nothing is packed."""
+    def all_staged(self) -> bool:
+        """Whether everything that attention reads is staged: nothing lies in blocks."""
         for row in self.rows:  # noqa: SIM110 - every layer of every step asks: no generator
             if row.packed_len:
                 return False

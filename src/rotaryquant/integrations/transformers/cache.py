@@ -1,6 +1,6 @@
 """A transformers Cache whose full-attention layers are packed and whose other layers are the stock ones."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,9 @@ from rotaryquant.counters import Counters
 from rotaryquant.errors import UnsupportedModelError
 from rotaryquant.kv.packed import PackedLayer
 from rotaryquant.kv.state import merge_layers
+
+#: What makes a layer from its configuration, number, room in columns and slow coordinates.
+LayerMaker = Callable[[KVCacheConfig, int, int | None, Tensor | None], PackedLayer]
 
 
 class KVHandle:
@@ -48,10 +51,15 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     supports_early_init = False  # geometry comes from the first keys
 
     def __init__(
-        self, config: KVCacheConfig, layer: int, max_tokens: int | None = None, slow: Tensor | None = None
+        self,
+        config: KVCacheConfig,
+        layer: int,
+        max_tokens: int | None = None,
+        slow: Tensor | None = None,
+        make_layer: LayerMaker = PackedLayer,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.packed = PackedLayer(config, layer, max_tokens, slow)
+        self.packed = make_layer(config, layer, max_tokens, slow)
         self.counters = Counters()
 
     @property
@@ -119,9 +127,11 @@ class PackedCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """See `offload`."""
 
 
-def _packed_layer(kv: KVCacheConfig, index: int, max_tokens: int | None, slow: Tensor | None) -> PackedCacheLayer:
+def _packed_layer(
+    kv: KVCacheConfig, index: int, max_tokens: int | None, slow: Tensor | None, make_layer: LayerMaker
+) -> PackedCacheLayer:
     if max_tokens is None:
-        return PackedCacheLayer(kv, index, slow=slow)
+        return PackedCacheLayer(kv, index, slow=slow, make_layer=make_layer)
     from rotaryquant.integrations.transformers.static import StaticPackedCacheLayer
 
     return StaticPackedCacheLayer(kv, index, max_tokens, slow)
@@ -132,7 +142,8 @@ class PackedCache(Cache):
 
     config: the model's (decoder) configuration. kv: how to keep the packed layers. max_tokens: room for that many
     columns, taken at once and never grown (the static variant), or None. slow: for each model layer, the coordinates
-    that RoPE hardly turns (`geometry.slow_coordinates`); layers that are absent have all.
+    that RoPE hardly turns (`rope.slow_coordinates`); layers that are absent have all. make_layer: what makes packed
+    layers of a cache that grows, for those who measure other ways to keep them.
     """
 
     def __init__(
@@ -141,13 +152,14 @@ class PackedCache(Cache):
         kv: KVCacheConfig,
         max_tokens: int | None = None,
         slow: dict[int, Tensor] | None = None,
+        make_layer: LayerMaker = PackedLayer,
     ) -> None:
         self.kv = kv
         types, kwargs = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
         layers: list[Any] = []
         for index, (kind, extra) in enumerate(zip(types, kwargs, strict=True)):
             if kind == "full_attention":
-                layers.append(_packed_layer(kv, index, max_tokens, (slow or {}).get(index)))
+                layers.append(_packed_layer(kv, index, max_tokens, (slow or {}).get(index), make_layer))
             elif max_tokens is None:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**extra))
             else:

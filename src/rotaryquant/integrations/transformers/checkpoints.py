@@ -48,6 +48,15 @@ class Loaded:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end an answer, by the generation configuration, the model's, and the tokenizer."""
+        found: set[int] = set()
+        for holder in (self.model.generation_config, self.model.config, self.tokenizer):
+            ends = getattr(holder, "eos_token_id", None)
+            found.update(ends if isinstance(ends, list | tuple) else [] if ends is None else [ends])
+        return frozenset(found)
+
 
 def default_gguf() -> Path:
     """File of the embedded default model. Raises ModelFileError with the command that installs it."""

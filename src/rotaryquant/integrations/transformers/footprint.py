@@ -35,8 +35,8 @@ class Footprint:
         total = 0
         for layer in self.layers:
             if layer.packable:
-                bits = self._layer_bits(layer, self.kv)
-                total += bits.num_kv_heads * (bits.keys.row_bytes + bits.values.row_bytes)
+                formats = self.kv.stream_formats(layer.head_dim, layer.head_dim)
+                total += layer.num_kv_heads * sum(stream.row_bytes for stream in formats)
         return total
 
     def exact_bytes(self, tokens: int) -> int:

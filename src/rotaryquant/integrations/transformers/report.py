@@ -111,21 +111,10 @@ def layer_bits(cache: PackedCache) -> list[accounting.LayerBits]:
     """Accounting records of the packed layers of a used cache. Raises ConfigError where nothing was packed yet."""
     found = []
     for layer in cache.packed_layers():
-        if layer.keys is None or layer.values is None:
+        stored = layer.stored()
+        if stored is None:
             raise ConfigError(
                 f"layer {layer.layer}: nothing is packed yet ({layer.columns} tokens); use a longer context"
             )
-        means = 0
-        if layer.means is not None:
-            means = int((layer.means[0] != 0).any(-1).sum()) * layer.keys.format.width
-        found.append(
-            accounting.LayerBits(
-                layer.keys.format,
-                layer.values.format,
-                layer.keys.num_kv_heads,
-                layer.config.sinks,
-                layer.config.tail,
-                means,
-            )
-        )
+        found.append(stored)
     return found

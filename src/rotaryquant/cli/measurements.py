@@ -1,0 +1,101 @@
+"""What `eval` and `bench` share: a module a name, its options, a table or one JSON object, and files that keep both."""
+
+import importlib
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rotaryquant.cli import common
+from rotaryquant.cli.screen import note, print_json, print_table
+from rotaryquant.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rotaryquant.measuring import Outcome
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of the two commands.
+
+    command: its name. package: of the modules. noun: what one of them is. names: module → line for the help.
+    text_columns: columns of a table, from the left, that hold words.
+    """
+
+    command: str
+    package: str
+    noun: str
+    names: Mapping[str, str]
+    text_columns: int = 0
+
+    def usage(self) -> str:
+        """The help of the command itself."""
+        width = max(map(len, self.names)) + 2
+        lines = "\n".join(f"  {name:<{width}}{text}" for name, text in self.names.items())
+        return (
+            f"usage: rotaryquant {self.command} NAME [OPTIONS]\n\n{self.noun}s:\n{lines}\n\n"
+            f"`{self.command} NAME --help` explains one."
+        )
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run the command; returns the exit status, 1 where the outcome does not pass. Raises ConfigError."""
+        if not words or words[0] in ("-h", "--help"):
+            print(self.usage(), file=sys.stdout if words else sys.stderr)
+            return 0 if words else 2
+        name = words[0]
+        if name not in self.names:
+            raise ConfigError(f"unknown {self.noun} {name!r}; valid: {', '.join(self.names)}")
+        module = importlib.import_module(f"{self.package}.{name}")
+        made = common.parser(f"{self.command} {name}", self.names[name])
+        made.add_argument("-o", "--output", metavar="PREFIX", help="also write PREFIX.json and PREFIX.md")
+        module.add_arguments(made)
+        args = made.parse_args(list(words[1:]))
+        if args.output is not None and not Path(args.output).absolute().parent.is_dir():
+            raise ConfigError(f"--output {args.output}: {Path(args.output).parent} is no folder")
+        outcome: Outcome = module.run(args, note)
+        outcome.data["command"] = command_line(self.command, words)
+        if args.output is not None:
+            _write(args.output, outcome)
+        if args.json:
+            print_json(outcome.data)
+        else:
+            for line in outcome.lines:
+                print(line)
+            print_table(outcome.rows, outcome.headers, right=range(self.text_columns, len(outcome.headers)))
+        return 0 if outcome.passed else 1
+
+
+def command_line(command: str, words: Sequence[str]) -> str:
+    """The command that makes an outcome's numbers again, without where it puts them.
+
+    Of a path its last part, since folders differ by machine.
+    """
+    kept, rest = [], iter(words)
+    for word in rest:
+        if word in ("-o", "--output"):
+            next(rest, None)
+        elif word != "--json" and not word.startswith(("-o", "--output=")):
+            option, equals, value = word.rpartition("=")
+            kept.append(f"{option}{equals}{Path(value).name if Path(value).exists() else value}")
+    return shlex.join(["rotaryquant", command, *kept])
+
+
+def _write(prefix: str, outcome: "Outcome") -> None:
+    """The JSON object and the same as Markdown, side by side."""
+    data = json.dumps(outcome.data, ensure_ascii=False, allow_nan=False, indent=1)
+    Path(f"{prefix}.json").write_text(data + "\n", encoding="utf-8")
+    Path(f"{prefix}.md").write_text(markdown(outcome), encoding="utf-8")
+
+
+def markdown(outcome: "Outcome") -> str:
+    """An outcome as Markdown: the command, where and when it ran, what else to say, the table."""
+    data = outcome.data
+    versions = ", ".join(f"{package} {version}" for package, version in data["versions"].items())
+    where = f"{data['machine']}, {data['date']}, {versions}"
+    table = [outcome.headers, ["---:"] * len(outcome.headers), *outcome.rows]
+    lines = ["| " + " | ".join(cells) + " |" for cells in table]
+    notes = [f"- {line}" for line in outcome.lines]
+    return "\n".join([where, "```", data["command"], "```", *notes, "", *lines]) + "\n"

@@ -1,0 +1,43 @@
+"""Published ways to store a KV cache, one file each, to be measured beside ours (`evals.simulated`)."""
+
+import dataclasses
+from functools import cache
+
+from rotaryquant.config import PRESETS, KVCacheConfig, parse_kv
+from rotaryquant.errors import ConfigError
+from rotaryquant.evals.simulated import Peer, Simulation
+
+
+@cache
+def peers() -> dict[str, Peer]:
+    """All of them by name."""
+    from rotaryquant.evals.peers import groups, kivi, kvarn, quarot, trellis, turboquant, vectors, vllm
+
+    modules = (groups, kivi, quarot, turboquant, vllm, kvarn, vectors, trellis)
+    return {peer.name: peer for module in modules for peer in module.PEERS}
+
+
+def parse_spec(spec: str) -> KVCacheConfig | Simulation | None:
+    """What `--kv` SPEC names in a measurement: one of ours, or a peer with `sinks` and `tail` as published or given.
+
+    Raises ConfigError with the valid names for an unknown one, and for an option that a peer does not take.
+    """
+    name, _, options = spec.partition(",")
+    name = name.strip()
+    if name not in peers():
+        if "=" in name or name in PRESETS:
+            return parse_kv(spec)
+        raise ConfigError(f"kv={name!r} is unknown; valid: {', '.join(PRESETS)}, peers: {', '.join(peers())}")
+    peer = peers()[name]
+    taken = [part.partition("=")[0].strip() for part in options.split(",") if part.strip()]
+    if wrong := sorted(set(taken) - {"sinks", "tail"}):
+        raise ConfigError(f"kv option {wrong[0]!r}: {name} is simulated and takes sinks and tail alone")
+    plain = KVCacheConfig(
+        name, sinks=peer.sinks, tail=peer.tail, rotation="none", mean=False, correct=0.0, protect=False
+    )
+    if not taken:
+        return Simulation(peer, plain)
+    given = parse_kv(options)
+    assert given is not None
+    changes = {key: getattr(given, key) for key in taken}
+    return Simulation(peer, dataclasses.replace(plain, name=spec, **changes))

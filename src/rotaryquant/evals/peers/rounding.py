@@ -1,0 +1,54 @@
+"""Roundings that several peers share. All take and return fp32 tensors; scales are rounded to what would be stored."""
+
+import torch
+from torch import Tensor
+
+from rotaryquant.formats.kv import StreamFormat
+from rotaryquant.ops.rotate import Rotation, build_rotation, rotate
+
+
+def half(x: Tensor) -> Tensor:
+    """What 16-bit floats keep of x."""
+    return x.half().float()
+
+
+def ranged(rows: Tensor, bits: int, group: int, *, clip: float = 1.0) -> Tensor:
+    """Asymmetric uniform codes per `group` consecutive values of the last dimension, smallest and step in fp16.
+
+    clip: share of the range that the codes cover. Stored bits a value: bits + 32 / group.
+    """
+    parts = rows.reshape(*rows.shape[:-1], -1, group)
+    low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
+    middle, reach = (low + high) / 2, (high - low) / 2 * clip
+    low, step = half(middle - reach), half(2 * reach / (2**bits - 1))
+    codes = ((parts - low) / torch.where(step > 0, step, 1.0)).round().clamp(0, 2**bits - 1)
+    return (codes * step + low).view(rows.shape)
+
+
+def symmetric(rows: Tensor, bits: int) -> Tensor:
+    """Uniform codes of either sign per row, the largest magnitude in fp16. Stored bits a value: bits + 16 / width."""
+    most = 2 ** (bits - 1) - 1
+    step = half(rows.abs().amax(-1, keepdim=True) / most)
+    return (rows / torch.where(step > 0, step, 1.0)).round().clamp(-most, most) * step
+
+
+def nearest(rows: Tensor, levels: Tensor) -> Tensor:
+    """The closest of ascending `levels` to each value."""
+    return levels[torch.bucketize(rows, (levels[1:] + levels[:-1]) / 2)]
+
+
+def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows at root mean square 1, and what they must be multiplied with: norm / √width, its norm in fp16."""
+    root = rows.shape[-1] ** 0.5
+    norm = half(rows.norm(dim=-1, keepdim=True))
+    return rows / torch.where(norm > 0, norm, 1.0) * root, norm / root
+
+
+def rotation(kind: str, width: int, layer: int, heads: int, stream: str, *, signs: bool = True) -> Rotation:
+    """One of ours (formats.rotation.KINDS), for peers that rotate: Hadamard or a dense random matrix."""
+    return build_rotation(StreamFormat(stream, width, 3, "norm", kind, signs=signs), layer, heads)
+
+
+def turned(rows: Tensor, by: Rotation, *, back: bool = False) -> Tensor:
+    """Rows [num_kv_heads, rows, width] rotated, or rotated back."""
+    return rotate(rows[None], by, inverse=back)[0]

@@ -1,0 +1,97 @@
+"""Trellis codes (TCQ, buun-llama-cpp; QTIP, arXiv 2406.11235): the last few symbols of a row together choose a value.
+
+Each coordinate brings `bits` new bits into a window of 9, whose content names one of 512 values; the encoder finds the
+best path (Viterbi). A window starts empty, so that a row stores `bits` a value and its norm.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from rotaryquant.evals.peers.rounding import half, rotation, turned
+from rotaryquant.evals.simulated import Peer, Place
+
+_WINDOW = 9
+_TRAINING_ROWS, _TRAINING_WIDTH, _ROUNDS = 512, 128, 20
+_SPREAD = 309  # about .6 · 512, odd
+#: Rows that are encoded together: two bytes of every state and coordinate are kept.
+_ROWS = 1024
+
+
+def best_path(rows: Tensor, values: Tensor, bits: int) -> Tensor:
+    """States [rows, width] of the path with the least squared error. rows: fp32 [rows, width]; values: [2^window]."""
+    count, width = rows.shape
+    states, symbols = len(values), 2**bits
+    # state s is reached from the states whose low bits are s's high bits: (s >> bits) + k · states / symbols
+    cost = torch.full((count, states), torch.inf)
+    cost[:, 0] = 0.0
+    came = torch.empty(width, count, states // symbols, dtype=torch.uint8)
+    for column in range(width):
+        best, which = cost.view(count, symbols, states // symbols).min(1)  # over k, for each s >> bits
+        came[column] = which.to(torch.uint8)
+        error = (rows[:, column, None] - values).square()
+        cost = best.repeat_interleave(symbols, 1) + error
+    path = torch.empty(count, width, dtype=torch.int64)
+    state = cost.argmin(1)
+    for column in range(width - 1, -1, -1):
+        path[:, column] = state
+        high = state >> bits
+        state = high + came[column].gather(1, high[:, None])[:, 0].long() * (states // symbols)
+    return path
+
+
+@cache
+def trellis_values(bits: int) -> Tensor:
+    """Value of each window for standard normal numbers, trained on a fixed sample: fp32 [512].
+
+    It starts from the quantiles of the normal distribution, in an order that gives neighboring windows distant values:
+    from random ones it ends 8% worse.
+    """
+    count = 2**_WINDOW
+    quantiles = torch.special.ndtri((torch.arange(count) + 0.5) / count)
+    values: Tensor = quantiles[(torch.arange(count) * _SPREAD) % count]
+    sample = torch.randn(_TRAINING_ROWS, _TRAINING_WIDTH, generator=torch.Generator().manual_seed(0))
+    for _ in range(_ROUNDS):
+        states = best_path(sample, values, bits).flatten()
+        counts = torch.bincount(states, minlength=len(values))
+        sums = torch.zeros_like(values).index_add_(0, states, sample.flatten())
+        values = torch.where(counts > 0, sums / counts.clamp_min(1), values)
+    return values
+
+
+class _Trellis:
+    side_values = 0
+
+    def __init__(self, bits: int, place: Place) -> None:
+        self._bits, self._window = bits, trellis_values(bits)
+        self.key_bits = self.value_bits = bits + 16 / place.width
+        self._by = [
+            rotation("hadamard", place.width, place.index, place.num_kv_heads, stream) for stream in ("key", "value")
+        ]
+
+    def _rebuild(self, rows: Tensor, which: int) -> Tensor:
+        y = turned(rows, self._by[which])
+        norm = y.norm(dim=-1, keepdim=True)
+        flat = (y / torch.where(norm > 0, norm, 1.0) * rows.shape[-1] ** 0.5).flatten(0, 1)
+        parts = [self._window[best_path(part, self._window, self._bits)] for part in flat.split(_ROWS)]
+        codes = torch.cat(parts).view_as(y)
+        products = (y * codes).sum(-1, keepdim=True)
+        # as ours: unbiased products for keys, least squares for values
+        over = products if which == 0 else codes.square().sum(-1, keepdim=True)
+        top = norm.square() if which == 0 else products
+        scale = half(torch.where(over > 0, top / over, 0.0))
+        return turned(codes * scale, self._by[which], back=True)
+
+    def keys(self, rows: Tensor) -> Tensor:
+        return self._rebuild(rows, 0)
+
+    def values(self, rows: Tensor) -> Tensor:
+        return self._rebuild(rows, 1)
+
+
+def _make(place: Place) -> _Trellis:
+    return _Trellis(3, place)
+
+
+PEERS = [Peer("tcq3", "TCQ, buun-llama-cpp", "Hadamard, 3-bit trellis of 512 states, fp16 scale per row", _make)]

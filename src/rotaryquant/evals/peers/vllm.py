@@ -1,0 +1,53 @@
+"""vLLM's 3-bit cache (turboquant_3bit_nc, vLLM pull request 38479): Hadamard and Lloyd-Max keys, uniform values, the
+first and last two layers left alone.
+"""
+
+import torch
+from torch import Tensor
+
+from rotaryquant.evals.peers.rounding import nearest, ranged, rotation, turned, unit_rows
+from rotaryquant.evals.simulated import LayerCodec, Peer, Place
+from rotaryquant.formats.codebook import lloyd_max
+
+_BITS, _SKIPPED = 3, 2
+
+
+class _Exact:
+    key_bits = value_bits = 16.0
+    side_values = 0
+
+    def keys(self, rows: Tensor) -> Tensor:
+        return rows
+
+    values = keys
+
+
+class _Vllm:
+    side_values = 0
+
+    def __init__(self, place: Place) -> None:
+        self.key_bits, self.value_bits = _BITS + 16 / place.width, _BITS + 32 / place.width
+        self._levels = torch.tensor(lloyd_max(place.width, _BITS)).float()
+        self._by = rotation("hadamard", place.width, place.index, place.num_kv_heads, "key", signs=False)
+
+    def keys(self, rows: Tensor) -> Tensor:
+        units, scale = unit_rows(turned(rows, self._by))
+        return turned(nearest(units, self._levels) * scale, self._by, back=True)
+
+    def values(self, rows: Tensor) -> Tensor:
+        return ranged(rows, _BITS, rows.shape[-1])
+
+
+def _make(place: Place) -> LayerCodec:
+    ends = place.index < _SKIPPED or place.index >= place.count - _SKIPPED
+    return _Exact() if ends else _Vllm(place)
+
+
+PEERS = [
+    Peer(
+        "vllm3",
+        "vLLM turboquant_3bit_nc",
+        "Hadamard and 3-bit Lloyd-Max keys, 3-bit uniform values as they are, first and last two layers at 16 bits",
+        _make,
+    )
+]

@@ -1,0 +1,146 @@
+"""Other ways to store keys and values, run through the same cache as ours: rows are quantised when ours would be
+packed, rebuilt at once, and read exactly from where they lie. Quality is that of the real thing, size is counted from
+what it would store, and there is no speed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rotaryquant.config import KVCacheConfig
+from rotaryquant.errors import NonFiniteError
+from rotaryquant.integrations.transformers.cache import PackedCache
+from rotaryquant.integrations.transformers.enable import EnabledModel
+from rotaryquant.integrations.transformers.geometry import LayerGeometry, text_config
+from rotaryquant.kv.accounting import LayerBits
+from rotaryquant.kv.modes import editable_tensors
+from rotaryquant.kv.packed import PackedLayer
+
+
+class LayerCodec(Protocol):
+    """How one layer stores its rows.
+
+    key_bits, value_bits: stored bits per value, everything per row or group counted. side_values: 16-bit values beside
+    the rows, for all heads.
+    """
+
+    key_bits: float
+    value_bits: float
+    side_values: int
+
+    def keys(self, rows: Tensor) -> Tensor:
+        """Consecutive keys after RoPE, fp32 [num_kv_heads, rows, width], as they come back."""
+
+    def values(self, rows: Tensor) -> Tensor:
+        """The same for values."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a codec works: `index` counts the model's packed layers, of which there are `count`."""
+
+    index: int
+    count: int
+    num_kv_heads: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A published way to store a KV cache.
+
+    source: where it is described. says: in one line, what is done. sinks, tail: first and newest tokens it keeps exact
+    as published. exact_bits: of values in those. make: its codec for a layer.
+    """
+
+    name: str
+    source: str
+    says: str
+    make: Callable[[Place], LayerCodec]
+    sinks: int = 0
+    tail: int = 0
+    exact_bits: int = 16
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A peer as it is measured. config: sinks and tail in force, and the name."""
+
+    peer: Peer
+    config: KVCacheConfig
+
+    def new_cache(self, state: EnabledModel) -> PackedCache:
+        """An empty cache for a model that is enabled with `config`."""
+        packable = [layer for layer in state.geometry if layer.packable]
+        places = {layer.index: _place(layer, number, len(packable)) for number, layer in enumerate(packable)}
+
+        def make_layer(config: KVCacheConfig, layer: int, max_tokens: int | None, slow: Tensor | None) -> PackedLayer:
+            return SimulatedLayer(config, layer, self.peer, places[layer])
+
+        return PackedCache(text_config(state.model), self.config, make_layer=make_layer)
+
+    def summary(self, count: int) -> str:
+        """One line on what is in force in `count` layers."""
+        exact = (
+            f"{self.config.sinks} first and at least {self.config.tail} newest tokens at {self.peer.exact_bits} bits"
+        )
+        return f"kv={self.config.name}: {count} layers as {self.peer.source}: {self.peer.says}; {exact}; simulated"
+
+
+def new_cache(state: EnabledModel, kv: KVCacheConfig | Simulation) -> PackedCache:
+    """An empty cache for a model that is enabled with `kv`, or with a peer's configuration."""
+    return kv.new_cache(state) if isinstance(kv, Simulation) else state.new_cache()
+
+
+def _place(layer: LayerGeometry, number: int, count: int) -> Place:
+    return Place(number, count, layer.num_kv_heads, layer.head_dim)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A row format by its bits alone."""
+
+    width: int
+    row_bytes: float
+
+
+class SimulatedLayer(PackedLayer):
+    """A layer whose due rows are replaced by what a peer's codec makes of them; sinks stay as they are."""
+
+    def __init__(self, config: KVCacheConfig, layer: int, peer: Peer, place: Place) -> None:
+        super().__init__(config, layer)
+        self._peer, self._place_in_model = peer, place
+        self._codec = peer.make(place)
+
+    def all_staged(self) -> bool:
+        """Always: rebuilt rows lie among the exact ones."""
+        return True
+
+    @editable_tensors
+    def _pack(self, begins: list[int], ends: list[int]) -> None:
+        keys, values = self.dense.staged()
+        for index, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            row = self.rows[index]
+            first = row.pad - self.dense.start
+            kept = min(max(self.config.sinks - begin, 0), end - begin)
+            for what, staged, code in (("keys", keys, self._codec.keys), ("values", values, self._codec.values)):
+                part = staged[index, :, first + begin : first + end]
+                if end == begin:
+                    continue
+                rebuilt = code(part.float())
+                if not bool(torch.isfinite(rebuilt).all()):
+                    raise NonFiniteError(f"layer {self.layer}: {self._peer.name} rebuilds {what} as NaN or infinity")
+                part[:, kept:] = rebuilt[:, kept:].to(part.dtype)
+            row.packed_len = end
+
+    def stored(self) -> LayerBits | None:
+        """What the peer would store for one sequence."""
+        codec, place = self._codec, self._place_in_model
+        keys, values = (_Rows(place.width, place.width * bits / 8) for bits in (codec.key_bits, codec.value_bits))
+        return LayerBits(
+            keys, values, place.num_kv_heads, self.config.sinks, self.config.tail, codec.side_values,
+            self._peer.exact_bits,
+        )  # fmt: skip

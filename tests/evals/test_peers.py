@@ -1,0 +1,269 @@
+"""Peers run through our cache: what they store, what they lose, and that nothing else differs."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rotaryquant import enabled, parse_kv
+from rotaryquant.errors import ConfigError, NonFiniteError
+from rotaryquant.evals import fidelity
+from rotaryquant.evals.peers import kvarn, parse_spec, peers, trellis, vllm
+from rotaryquant.evals.peers.rounding import nearest, ranged, symmetric, unit_rows
+from rotaryquant.evals.simulated import Peer, Place, Simulation
+from rotaryquant.evals.teacher_forcing import packed_chunks, stock_chunks
+from rotaryquant.formats.codebook import lloyd_max
+from rotaryquant.integrations.transformers.checkpoints import Loaded
+from support.models import random_tokens, tiny
+from support.tiny_llm import byte_tokenizer
+
+#: Stored bits of a key and a value at width 64, by hand from each description.
+BITS = {
+    "int2": (2.5, 2.5),
+    "int3": (3.5, 3.5),
+    "int4": (4.5, 4.5),
+    "int8": (8.5, 8.5),
+    "kivi2": (3.0, 3.0),
+    "kivi4": (5.0, 5.0),
+    "quarot3": (3.5, 3.5),
+    "quarot4": (4.5, 4.5),
+    "turbo3-qjl": (3.5, 3.25),
+    "vllm3": (3.25, 3.5),
+    "kvarn-k4v2": (4.875, 2.875),
+    "vq3": (3.25, 3.25),
+    "tcq3": (3.25, 3.25),
+}
+MIDDLE = Place(index=5, count=12, num_kv_heads=2, width=64)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny(max_position_embeddings=2048, num_hidden_layers=6)
+
+
+@pytest.fixture(scope="module")
+def ids() -> Tensor:
+    return random_tokens(1, 700)[0]
+
+
+def scores(model: Any, ids: Tensor, simulation: Any) -> dict[str, Any]:
+    loaded = Loaded("tiny", Path(), model, byte_tokenizer())
+    exact, found = fidelity.measure(loaded, {"it": simulation}, [ids])
+    return fidelity.result_of(found["it"], exact, [len(ids) - 1 - len(ids) // 2])
+
+
+def normal_rows(rows: int = 256, width: int = 64, heads: int = 2) -> Tensor:
+    return torch.randn(heads, rows, width, generator=torch.Generator().manual_seed(7))
+
+
+def relative(rebuilt: Tensor, rows: Tensor) -> float:
+    return float((rebuilt - rows).square().mean() / rows.square().mean())
+
+
+class _Exact:
+    key_bits = value_bits = 16.0
+    side_values = 0
+
+    def keys(self, rows: Tensor) -> Tensor:
+        return rows
+
+    values = keys
+
+
+class _Nothing(_Exact):
+    def keys(self, rows: Tensor) -> Tensor:
+        return torch.zeros_like(rows)
+
+    values = keys
+
+
+class _Broken(_Exact):
+    def values(self, rows: Tensor) -> Tensor:
+        return rows / 0.0
+
+
+def simulation(codec: Any, **config: int) -> Simulation:
+    made = parse_spec("int8," + ",".join(f"{key}={value}" for key, value in config.items()))
+    assert isinstance(made, Simulation)
+    return Simulation(Peer("test", "nowhere", "a test", lambda place: codec()), made.config)
+
+
+@pytest.mark.parametrize("name", list(BITS))
+def test_stored_bits_are_those_of_the_description(name: str) -> None:
+    codec = peers()[name].make(MIDDLE)
+    assert (codec.key_bits, codec.value_bits) == BITS[name]
+
+
+def test_every_peer_is_checked_here() -> None:
+    assert set(peers()) == set(BITS)
+
+
+@pytest.mark.parametrize("config", [{"sinks": 4, "tail": 48}, {"sinks": 0, "tail": 0}, {"sinks": 4, "tail": 0}])
+def test_a_codec_that_loses_nothing_changes_nothing(model: Any, ids: Tensor, config: dict[str, int]) -> None:
+    row = scores(model, ids, simulation(_Exact, **config))
+    assert row["kld_mean"] < 1e-7
+    assert row["packed_reads"] > 0  # and their number was checked at every position
+    assert row["bits_per_value"] >= 16.0
+
+
+def test_a_codec_that_loses_everything_is_seen(model: Any, ids: Tensor) -> None:
+    lost = scores(model, ids, simulation(_Nothing, sinks=0, tail=0))
+    kept = scores(model, ids, parse_spec("int8"))
+    assert lost["kld_mean"] > 100 * kept["kld_mean"]
+    assert kept["bits_per_value"] == pytest.approx(8.5)
+
+
+def test_rows_that_are_not_numbers_are_refused(model: Any, ids: Tensor) -> None:
+    with pytest.raises(NonFiniteError, match=r"test rebuilds values as NaN"):
+        scores(model, ids, simulation(_Broken, sinks=4, tail=48))
+
+
+@pytest.mark.parametrize("name", ["int4", "kivi2", "quarot3", "turbo3-qjl", "kvarn-k4v2", "vq3"])
+def test_every_peer_goes_through_the_cache(model: Any, ids: Tensor, name: str) -> None:
+    row = scores(model, ids, parse_spec(f"{name},sinks=4,tail=48"))
+    lost = scores(model, ids, simulation(_Nothing, sinks=4, tail=48))
+    assert 1e-6 < row["kld_mean"] < 0.5 * lost["kld_mean"]
+    assert row["in_force"].startswith(f"kv={name},sinks=4,tail=48: 6 layers as ")
+    key, value = BITS[name]
+    exact = 48 + 16.5
+    mean = ((key + value) / 2 * (700 - exact) + peers()[name].exact_bits * (exact + 4)) / 700
+    assert row["bits_per_value"] == pytest.approx(mean, rel=1e-9)
+
+
+def test_sinks_and_tail_stay_as_they_are(model: Any, ids: Tensor) -> None:
+    """Only what ours would have packed is replaced; what is read is what was measured."""
+    wanted = simulation(_Nothing, sinks=4, tail=48)
+    with enabled(model, wanted.config) as state:
+        assert state is not None
+        cache = wanted.new_cache(state)
+        for _ in packed_chunks(model, cache, ids[:420], 300):
+            pass
+        for layer in cache.packed_layers():
+            packed = layer.rows[0].packed_len
+            assert packed == (418 - 48) // 32 * 32
+            for rows in layer.dense.staged():
+                zero = (rows[0] == 0).all(-1).all(0)
+                assert zero[4:packed].all()
+                assert not zero[:4].any()
+                assert not zero[packed:].any()
+
+
+def test_nothing_but_the_codec_differs(model: Any, ids: Tensor) -> None:
+    """The logits of a lossless codec are those of transformers' own cache."""
+    wanted = simulation(_Exact, sinks=4, tail=48)
+    with enabled(model, wanted.config) as state:
+        assert state is not None
+        ours = torch.cat([chunk.logits for chunk in packed_chunks(model, wanted.new_cache(state), ids, 350)])
+    stock = torch.cat([chunk.logits for chunk in stock_chunks(model, ids, 350)])
+    assert float((ours - stock).abs().max()) < 1e-4 * float(stock.abs().max())
+
+
+# ---- what each does ----------------------------------------------------------------------------------------------
+
+
+def test_errors_on_normal_rows_are_those_of_their_codes() -> None:
+    """Lloyd-Max at 3 bits errs by .0345 of the energy; pairs and trellises are what their papers promise beside it."""
+    rows = normal_rows(512, 128)
+    place = Place(5, 12, 2, 128)
+    error = {name: relative(peers()[name].make(place).values(rows), rows) for name in BITS}
+    assert error["turbo3-qjl"] == pytest.approx(0.0335, rel=0.05)
+    assert error["vq3"] == pytest.approx(0.0335 * 0.87, rel=0.06)
+    assert error["tcq3"] < 0.0335 * 0.66
+    assert error["int8"] < 1e-4 < error["int4"] < error["int3"] < error["int2"]
+    assert error["quarot4"] < error["quarot3"]
+    assert error["kivi4"] < error["kivi2"]
+
+
+def test_keys_per_channel_survive_a_channel_that_dominates() -> None:
+    rows = normal_rows()
+    rows[..., 3] += 500.0
+    small = torch.arange(64) != 3
+    error = {}
+    for name in ("kivi2", "int2"):
+        rebuilt = peers()[name].make(MIDDLE).keys(rows)
+        error[name] = relative(rebuilt[..., small], rows[..., small])
+    assert error["kivi2"] < 0.2 < error["int2"]
+
+
+def test_products_with_a_signed_residual_are_unbiased() -> None:
+    rows, queries = normal_rows(4000), normal_rows(1)
+    wanted = (rows @ queries.transpose(-1, -2)).flatten()
+    rebuilt = peers()["turbo3-qjl"].make(MIDDLE).keys(rows)
+    got = (rebuilt @ queries.transpose(-1, -2)).flatten()
+    slope = float((got * wanted).sum() / wanted.square().sum())
+    plain, scale = unit_rows(rows)
+    plain = nearest(plain, torch.tensor(lloyd_max(64, 2)).float()) * scale
+    shrunk = float(((plain @ queries.transpose(-1, -2)).flatten() * wanted).sum() / wanted.square().sum())
+    assert abs(slope - 1) < 0.02 < abs(shrunk - 1)
+
+
+def test_first_and_last_layers_are_left_alone() -> None:
+    kinds = [type(peers()["vllm3"].make(Place(index, 6, 2, 64))) for index in range(6)]
+    assert [kind is vllm._Exact for kind in kinds] == [True, True, False, False, True, True]
+
+
+def test_the_encoder_finds_the_best_path() -> None:
+    """Against every path there is: windows of three bits, one new bit a coordinate."""
+    generator = torch.Generator().manual_seed(1)
+    values, rows = torch.randn(8, generator=generator), torch.randn(20, 7, generator=generator)
+    states = trellis.best_path(rows, values, 1)
+    assert bool((states[:, 1:] >> 1 == states[:, :-1] & 3).all())
+    assert bool((states[:, 0] < 2).all())
+    found = (values[states] - rows).square().sum(1)
+    best = torch.full((20,), math.inf)
+    for symbols in itertools.product((0, 1), repeat=7):
+        state, total = 0, torch.zeros(20)
+        for column, symbol in enumerate(symbols):
+            state = (state << 1 | symbol) & 7
+            total = total + (rows[:, column] - values[state]).square()
+        best = torch.minimum(best, total)
+    assert torch.allclose(found, best, rtol=1e-5)
+
+
+def test_a_balanced_tile_varies_alike_along_both_axes() -> None:
+    tile = normal_rows(128) * torch.logspace(-2, 2, 64) * torch.logspace(-1, 1, 128)[:, None]
+    rows, columns = kvarn.balance(tile)
+    for dim in (-1, -2):
+        sizes = (tile / (rows * columns)).square().mean(dim).sqrt()
+        assert float((sizes - 1).abs().max()) < 0.02
+
+
+def test_uniform_codes_err_by_half_a_step() -> None:
+    rows = normal_rows()
+    low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
+    assert bool(((ranged(rows, 4, 64) - rows).abs() <= (high - low) / 15 * 0.52).all())
+    assert bool(((symmetric(rows, 4) - rows).abs() <= rows.abs().amax(-1, keepdim=True) / 7 * 0.52).all())
+    constant = torch.full((1, 2, 64), 3.0)
+    assert torch.equal(ranged(constant, 2, 64), constant)
+    assert torch.equal(symmetric(torch.zeros(1, 2, 64), 4), torch.zeros(1, 2, 64))
+
+
+# ---- names -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("kivi3", r"'kivi3' is unknown; valid: fp16, .*peers: int2, "),
+        ("kivi2,mean=on", r"'mean': kivi2 is simulated and takes sinks and tail alone"),
+        ("kivi2,sinks=200", "sinks=200"),
+        ("kivi2,tail=x", "tail='x'"),
+    ],
+)
+def test_a_wrong_spec_is_one_clear_error(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_spec(spec)
+
+
+def test_specs_say_what_is_kept_exact() -> None:
+    published, granted = parse_spec("kivi2"), parse_spec("kivi2,sinks=4,tail=48")
+    assert isinstance(published, Simulation)
+    assert isinstance(granted, Simulation)
+    assert (published.config.sinks, published.config.tail) == (0, 112)
+    assert (granted.config.sinks, granted.config.tail, granted.config.name) == (4, 48, "kivi2,sinks=4,tail=48")
+    assert parse_spec("fp16") is None
+    assert parse_spec("iso3,sinks=0") == parse_kv("iso3,sinks=0")
