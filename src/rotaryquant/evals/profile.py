@@ -1,0 +1,160 @@
+"""Where a decode step's time goes, and so whether a packed cache can pay: attention over the cache, weights, experts.
+
+The advice is the paper's: packing pays where attention takes more than a fifth of a step with a 16-bit cache.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from rotaryquant.config import KVCacheConfig, parse_kv
+from rotaryquant.errors import ConfigError
+from rotaryquant.integrations.transformers.checkpoints import Loaded
+from rotaryquant.integrations.transformers.enable import enabled
+from rotaryquant.integrations.transformers.geometry import text_config
+from rotaryquant.integrations.transformers.session import Session
+from rotaryquant.measuring import Outcome, model_name, provenance
+
+#: Share of a step above which packing pays (paper, "when KV compression pays off").
+PAYS_ABOVE = 0.2
+_PARTS = ("attention", "weights", "experts", "rest")
+
+
+def part_of(name: str, module: nn.Module) -> str | None:
+    """What a module's own time is counted as; None where it belongs to what is around it.
+
+    Time in an attention module outside its projections is that of the cache: rotary embedding, writing, softmax.
+    """
+    if name.split(".")[-1] == "experts":
+        return "experts"
+    if isinstance(module, nn.Linear):
+        return "weights"
+    return "attention" if "Attention" in type(module).__name__ else None
+
+
+class _Watch:
+    """Time of nested modules, each without what its watched children take."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+        self._open: list[list[float]] = []  # start, and what children took
+
+    def enter(self) -> None:
+        self._open.append([time.perf_counter(), 0.0])
+
+    def leave(self, part: str) -> None:
+        start, inside = self._open.pop()
+        taken = time.perf_counter() - start
+        self.spent[part] = self.spent.get(part, 0.0) + taken - inside
+        if self._open:
+            self._open[-1][1] += taken
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[_Watch]:
+    """Time the model's parts for the length of a `with` block."""
+    watch, handles = _Watch(), []
+    for name, module in model.named_modules():
+        part = part_of(name, module)
+        if part is None or (part == "weights" and ".experts." in f".{name}."):
+            continue
+        handles.append(module.register_forward_pre_hook(lambda *_: watch.enter()))
+        handles.append(module.register_forward_hook(lambda *_, part=part: watch.leave(part)))
+    try:
+        yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def measure(loaded: Loaded, ids: list[int], kv: KVCacheConfig | None, steps: int) -> dict[str, float]:
+    """Milliseconds of a step after a prompt and of its parts: of `steps` greedy ones the one in the middle by time.
+
+    One step before them is not timed. The parts add up to the step.
+    """
+    with enabled(loaded.model, kv) if kv is not None else nullcontext() as state:
+        session = Session(loaded.model, state)
+        logits = session.read(ids)
+        assert logits is not None
+        logits = session.step(int(logits.argmax()))
+        found = []
+        with watched(loaded.model) as watch:
+            for _ in range(steps):
+                watch.spent.clear()
+                start = time.perf_counter()
+                logits = session.step(int(logits.argmax()))
+                step, spent = time.perf_counter() - start, dict(watch.spent)
+                found.append((step, {**spent, "rest": step - sum(spent.values())}))
+    step, parts = sorted(found, key=lambda one: one[0])[len(found) // 2]
+    return {"step": step * 1e3, **{part: parts.get(part, 0.0) * 1e3 for part in _PARTS}}
+
+
+def advice(exact: dict[str, float], packed: dict[str, float], kv: str, tokens: int) -> str:
+    """One sentence: whether packing pays here."""
+    share = exact["attention"] / exact["step"]
+    side = "above" if share > PAYS_ABOVE else "not above"
+    pays = "pays" if share > PAYS_ABOVE else "saves memory alone"
+    return (
+        f"attention takes {share:.0%} of a step after {tokens:,} tokens with a 16-bit cache, {side} the "
+        f"{PAYS_ABOVE:.0%} where packing pays in time: here it {pays}; measured, a step with kv={kv} is "
+        f"{exact['step'] / packed['step']:.2f} times as fast"
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `rotaryquant eval profile`."""
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="folder, .gguf file or hub id (default: SmolLM2-135M)"
+    )
+    parser.add_argument("--kv", metavar="SPEC", default="iso3", help="the packed cache (default iso3)")
+    parser.add_argument("--context", type=int, default=2048, metavar="N", help="tokens read first (default 2048)")
+    parser.add_argument("--steps", type=int, default=32, metavar="N", help="steps timed (default 32)")
+    parser.add_argument("--dtype", default="auto", metavar="TYPE", help="auto (default), float32 or bfloat16")
+    parser.add_argument("--threads", type=int, metavar="N", help="threads of torch")
+
+
+def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
+    """Profile as the options say; progress is told what is under way.
+
+    Raises RotaryQuantError with one clear line for a wrong input.
+    """
+    from rotaryquant.evals.inputs import load_model
+
+    kv = parse_kv(args.kv)
+    if kv is None:
+        raise ConfigError(f"--kv {args.kv} packs nothing: the 16-bit cache is measured beside it anyway")
+    if args.context < 1 or args.steps < 1:
+        raise ConfigError(f"context={args.context}, steps={args.steps}: need at least 1 of each")
+    loaded = load_model(args.model, args.dtype, args.threads)
+    room = getattr(text_config(loaded.model), "max_position_embeddings", None)
+    if room is not None and args.context + args.steps + 1 > room:
+        raise ConfigError(
+            f"context={args.context} and {args.steps} steps need {args.context + args.steps + 1} positions, the model "
+            f"has {room}"
+        )
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(text_config(loaded.model).vocab_size, (args.context,), generator=generator).tolist()
+    found = {}
+    for name, config in (("fp16", None), (args.kv, kv)):
+        progress(f"kv={name}: {args.context:,} tokens, then {args.steps} steps")
+        found[name] = measure(loaded, ids, config, args.steps)
+    data = {
+        **provenance(),
+        "model": model_name(args.model),
+        "context": args.context,
+        "steps": args.steps,
+        "threads": torch.get_num_threads(),
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "attention_share": found["fp16"]["attention"] / found["fp16"]["step"],
+        "advice": advice(found["fp16"], found[args.kv], args.kv, args.context),
+        "results": [{"kv": name, **{f"{part}_ms": ms for part, ms in times.items()}} for name, times in found.items()],
+    }
+    rows = [
+        [name, f"{times['step']:.1f}", *(f"{times[part]:.1f} ({times[part] / times['step']:.0%})" for part in _PARTS)]
+        for name, times in found.items()
+    ]
+    return Outcome(data, ["kv", "step ms", *_PARTS], rows, [f"{data['model']}: {data['advice']}"])
