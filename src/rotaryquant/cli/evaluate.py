@@ -13,6 +13,7 @@ EVAL = Kind(
         "needle": "facts retrieved from a packed context",
         "profile": "where a decode step's time goes, and whether packing pays",
         "stability": "perplexity and speed over full reloads of a model",
+        "soak": "hours of conversations: memory, failures, drift",
         "gate": "whether a model with this cache may go out: twelve answers judged against the 16-bit ones",
     },
     text_columns=1,
