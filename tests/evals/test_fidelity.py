@@ -197,3 +197,24 @@ def test_empty_and_missing_texts_are_refused(tmp_path: Path) -> None:
         run_cli(tmp_path, text="  \n")
     with pytest.raises(ConfigError, match="cannot be read"):
         run_cli(tmp_path, "--text", str(tmp_path / "absent.txt"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kv", "oscar2"], "kv=oscar2 is calibrated on a text; name one with --calibration FILE"),
+        (["--kv", "oscar2", "--calibration", "text.txt"], "is the text that is scored; use another"),
+        (["--kv", "oscar2", "--calibration", "nowhere.txt"], "nowhere.txt: cannot be read"),
+        (["--kv", "oscar2", "--calibration", "short.txt"], "the text has"),
+    ],
+)
+def test_a_calibrated_peer_wants_a_text_of_its_own(tmp_path: Path, words: list[str], message: str) -> None:
+    folder = save_tiny(tmp_path, max_position_embeddings=1024)
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
+    (tmp_path / "short.txt").write_text("Not much.")
+    parser = argparse.ArgumentParser()
+    fidelity.add_arguments(parser)
+    words = [str(tmp_path / word) if word.endswith(".txt") else word for word in words]
+    args = [str(folder), "--text", str(tmp_path / "text.txt"), "--context", "512", "--tokens", "100", *words]
+    with pytest.raises(ConfigError, match=message):
+        fidelity.run(parser.parse_args(args), quiet)

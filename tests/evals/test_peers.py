@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from rotaryquant import enabled, parse_kv
 from rotaryquant.errors import ConfigError, NonFiniteError
 from rotaryquant.evals import fidelity
-from rotaryquant.evals.peers import kvarn, parse_spec, peers, trellis, vllm
+from rotaryquant.evals.facts import collect
+from rotaryquant.evals.peers import kvarn, oscar, parse_spec, peers, trellis, vllm
 from rotaryquant.evals.peers.rounding import nearest, ranged, symmetric, unit_rows
-from rotaryquant.evals.simulated import Peer, Place, Simulation
+from rotaryquant.evals.simulated import Facts, Peer, Place, Simulation
 from rotaryquant.evals.teacher_forcing import packed_chunks, stock_chunks
+from rotaryquant.evals.windows import windows_of
 from rotaryquant.formats.codebook import lloyd_max
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from support.models import random_tokens, tiny
@@ -34,10 +37,22 @@ BITS = {
     "turbo3-qjl": (3.5, 3.25),
     "vllm3": (3.25, 3.5),
     "kvarn-k4v2": (4.875, 2.875),
+    "oscar2": (2.5, 2.5),
     "vq3": (3.25, 3.25),
     "tcq3": (3.25, 3.25),
 }
-MIDDLE = Place(index=5, count=12, num_kv_heads=2, width=64)
+
+
+def _facts(width: int) -> Facts:
+    """Of layers whose queries and values favor some directions."""
+    generator = torch.Generator().manual_seed(3)
+    mixed = torch.randn(2, width, width, generator=generator) * torch.logspace(0, -2, width)[:, None]
+    moment = mixed.transpose(-1, -2) @ mixed
+    return Facts(normal_rows(256, width), normal_rows(256, width), moment, moment)
+
+
+def place(width: int = 64) -> Place:
+    return Place(index=5, count=12, num_kv_heads=2, width=width, facts=_facts(width))
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +109,7 @@ def simulation(codec: Any, **config: int) -> Simulation:
 
 @pytest.mark.parametrize("name", list(BITS))
 def test_stored_bits_are_those_of_the_description(name: str) -> None:
-    codec = peers()[name].make(MIDDLE)
+    codec = peers()[name].make(place())
     assert (codec.key_bits, codec.value_bits) == BITS[name]
 
 
@@ -168,8 +183,7 @@ def test_nothing_but_the_codec_differs(model: Any, ids: Tensor) -> None:
 def test_errors_on_normal_rows_are_those_of_their_codes() -> None:
     """Lloyd-Max at 3 bits errs by .0345 of the energy; pairs and trellises are what their papers promise beside it."""
     rows = normal_rows(512, 128)
-    place = Place(5, 12, 2, 128)
-    error = {name: relative(peers()[name].make(place).values(rows), rows) for name in BITS}
+    error = {name: relative(peers()[name].make(place(128)).values(rows), rows) for name in BITS}
     assert error["turbo3-qjl"] == pytest.approx(0.0335, rel=0.05)
     assert error["vq3"] == pytest.approx(0.0335 * 0.87, rel=0.06)
     assert error["tcq3"] < 0.0335 * 0.66
@@ -184,7 +198,7 @@ def test_keys_per_channel_survive_a_channel_that_dominates() -> None:
     small = torch.arange(64) != 3
     error = {}
     for name in ("kivi2", "int2"):
-        rebuilt = peers()[name].make(MIDDLE).keys(rows)
+        rebuilt = peers()[name].make(place()).keys(rows)
         error[name] = relative(rebuilt[..., small], rows[..., small])
     assert error["kivi2"] < 0.2 < error["int2"]
 
@@ -192,7 +206,7 @@ def test_keys_per_channel_survive_a_channel_that_dominates() -> None:
 def test_products_with_a_signed_residual_are_unbiased() -> None:
     rows, queries = normal_rows(4000), normal_rows(1)
     wanted = (rows @ queries.transpose(-1, -2)).flatten()
-    rebuilt = peers()["turbo3-qjl"].make(MIDDLE).keys(rows)
+    rebuilt = peers()["turbo3-qjl"].make(place()).keys(rows)
     got = (rebuilt @ queries.transpose(-1, -2)).flatten()
     slope = float((got * wanted).sum() / wanted.square().sum())
     plain, scale = unit_rows(rows)
@@ -240,6 +254,45 @@ def test_uniform_codes_err_by_half_a_step() -> None:
     constant = torch.full((1, 2, 64), 3.0)
     assert torch.equal(ranged(constant, 2, 64), constant)
     assert torch.equal(symmetric(torch.zeros(1, 2, 64), 4), torch.zeros(1, 2, 64))
+
+
+def test_calibrated_rotations_save_what_queries_ask_for() -> None:
+    """Errors land where no query looks: products err less than with a rotation that knows nothing."""
+    here = place()
+    assert here.facts is not None
+    for turn in (oscar.rotation_of(here.facts.query_moment), oscar.rotation_of(here.facts.value_moment)):
+        assert torch.allclose(turn @ turn.transpose(-1, -2), torch.eye(64).expand(2, -1, -1), atol=1e-5)
+    rows = normal_rows() * torch.logspace(0, 1, 64)
+    error = {name: peers()[name].make(here).keys(rows) - rows for name in ("oscar2", "quarot3")}
+    assert oscar.bit_reversed(8).tolist() == [0, 4, 2, 6, 1, 5, 3, 7]
+    moment = here.facts.query_moment
+    felt = {name: float(((e @ moment) * e).sum()) for name, e in error.items()}
+    plain = ranged(rows, 2, 64) - rows
+    assert felt["oscar2"] < 0.8 * float(((plain @ moment) * plain).sum())
+
+
+def test_facts_are_what_a_cache_and_its_queries_see(model: Any) -> None:
+    """Against transformers' own cache and attention, from a model that gives its weights away."""
+    loaded = Loaded("tiny", Path(), model, byte_tokenizer())
+    text = "The quick brown fox jumps over the lazy dog, again and again. " * 60
+    facts = collect(loaded, text, 1024)
+    windows, _ = windows_of(loaded, text, 1024, 511)
+    cache = DynamicCache(config=model.config)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        out = model(windows[0][None], cache=cache, output_attentions=True)
+    model.set_attn_implementation(before)
+    assert set(facts) == set(range(6))
+    for layer in (0, 3):
+        held, found = cache.layers[layer], facts[layer]
+        assert torch.allclose(found.keys, held.keys[0], atol=1e-4)
+        assert torch.allclose(found.values, held.values[0], atol=1e-4)
+        weights = out.attentions[layer][0].view(2, 2, 1024, 1024).square().sum((1, 2))
+        wanted = torch.einsum("ht,hti,htj->hij", weights, held.values[0], held.values[0]) / 1024
+        assert torch.allclose(found.value_moment, wanted, rtol=1e-3, atol=1e-5)
+        assert torch.allclose(found.query_moment, found.query_moment.transpose(-1, -2), rtol=1e-4)
+        assert bool((torch.linalg.eigvalsh(found.query_moment) > -1e-4).all())
 
 
 # ---- names -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch import Tensor
 from rotaryquant.config import KVCacheConfig
 from rotaryquant.counters import Counters
 from rotaryquant.errors import ConfigError
+from rotaryquant.evals.facts import calibrated
 from rotaryquant.evals.peers import parse_spec
 from rotaryquant.evals.simulated import Simulation, new_cache
 from rotaryquant.evals.statistics import ratio_interval
@@ -28,7 +29,7 @@ from rotaryquant.integrations.transformers.enable import enabled
 from rotaryquant.integrations.transformers.report import layer_bits
 from rotaryquant.integrations.transformers.tokens import encode_text
 from rotaryquant.kv import accounting, heap
-from rotaryquant.measuring import Outcome, model_name, provenance
+from rotaryquant.measuring import Outcome, model_name, provenance, read_text
 
 
 @dataclass
@@ -153,6 +154,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv", metavar="SPEC", action="append", help="ours or a simulated peer; repeat to compare; default iso3"
     )
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="text for peers that are calibrated; not the one that is scored"
+    )
     parser.add_argument("--reference", metavar="MODEL", help="compare with another checkpoint (same tokenizer)")
     parser.add_argument("--against", metavar="SPEC", help="one of --kv: also give each other's ratio to it, paired")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the divergence over the position in the window")
@@ -186,12 +190,14 @@ def measure_text(
     specs: Mapping[str, KVCacheConfig | Simulation | None],
     progress: Callable[[str], None],
     reference: str | None = None,
+    calibration: str | None = None,
 ) -> Measured:
-    """Load what `add_text_arguments` names and measure. reference: another checkpoint to compare with.
+    """Load what `add_text_arguments` names and measure. reference: another checkpoint to compare with. calibration: a
+    text for peers that want one.
 
     Raises RotaryQuantError with one clear line for a wrong input.
     """
-    from rotaryquant.evals.inputs import load_model, read_text
+    from rotaryquant.evals.inputs import load_model
 
     if args.context < 512 or args.tokens < 1:
         raise ConfigError(f"context={args.context}, tokens={args.tokens}: need at least 512 and 1")
@@ -201,6 +207,7 @@ def measure_text(
     other = load_model(reference, args.dtype, args.threads) if reference else None
     if other is not None and encode_text(other.tokenizer, text[:2000]) != encode_text(loaded.tokenizer, text[:2000]):
         raise ConfigError(f"--reference {reference}: its tokenizer splits the text differently; use a sibling model")
+    specs = calibrated(loaded, specs, calibration, text, progress)
     exact_nll, scores = measure(loaded, specs, windows, other, progress=progress)
     counts = [len(ids) - 1 - len(ids) // 2 for ids in windows]
     ppl_ref = math.exp(sum(exact_nll) / sum(counts))
@@ -228,7 +235,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     specs = {spec: parse_spec(spec) for spec in args.kv or ["iso3"]}
     if args.against is not None and args.against not in specs:
         raise ConfigError(f"--against {args.against!r} must be one of --kv: {', '.join(specs)}")
-    measured = measure_text(args, specs, progress, args.reference)
+    measured = measure_text(args, specs, progress, args.reference, args.calibration)
     results = []
     for name in specs:
         row = measured.result(name)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rotaryquant.config import KVCacheConfig
-from rotaryquant.errors import NonFiniteError
+from rotaryquant.errors import ConfigError, NonFiniteError
 from rotaryquant.integrations.transformers.cache import PackedCache
 from rotaryquant.integrations.transformers.enable import EnabledModel
-from rotaryquant.integrations.transformers.geometry import LayerGeometry, text_config
+from rotaryquant.integrations.transformers.geometry import text_config
 from rotaryquant.kv.accounting import LayerBits
 from rotaryquant.kv.modes import editable_tensors
 from rotaryquant.kv.packed import PackedLayer
@@ -39,13 +39,32 @@ class LayerCodec(Protocol):
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What a calibration text shows of one layer.
+
+    keys, values: its rows after RoPE, fp32 [num_kv_heads, tokens, width], windows one after another. query_moment:
+    mean of q·qᵀ over the query heads of a KV head, fp32 [num_kv_heads, width, width]. value_moment: mean of v·vᵀ, each
+    v weighted by the squared attention that it got, of the same shape.
+    """
+
+    keys: Tensor
+    values: Tensor
+    query_moment: Tensor
+    value_moment: Tensor
+
+
+@dataclass(frozen=True)
 class Place:
-    """Where a codec works: `index` counts the model's packed layers, of which there are `count`."""
+    """Where a codec works: `index` counts the model's packed layers, of which there are `count`.
+
+    facts: for peers that are calibrated, None for others.
+    """
 
     index: int
     count: int
     num_kv_heads: int
     width: int
+    facts: Facts | None = None
 
 
 @dataclass(frozen=True)
@@ -63,19 +82,29 @@ class Peer:
     sinks: int = 0
     tail: int = 0
     exact_bits: int = 16
+    calibrated: bool = False
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A peer as it is measured. config: sinks and tail in force, and the name."""
+    """A peer as it is measured. config: sinks and tail in force, and the name. facts: by model layer, where the peer
+    is calibrated.
+    """
 
     peer: Peer
     config: KVCacheConfig
+    facts: dict[int, Facts] | None = None
 
     def new_cache(self, state: EnabledModel) -> PackedCache:
         """An empty cache for a model that is enabled with `config`."""
+        if self.peer.calibrated and self.facts is None:
+            raise ConfigError(f"{self.peer.name} is calibrated on a text: use `eval fidelity --calibration FILE`")
         packable = [layer for layer in state.geometry if layer.packable]
-        places = {layer.index: _place(layer, number, len(packable)) for number, layer in enumerate(packable)}
+        facts = self.facts or {}
+        places = {
+            layer.index: Place(number, len(packable), layer.num_kv_heads, layer.head_dim, facts.get(layer.index))
+            for number, layer in enumerate(packable)
+        }
 
         def make_layer(config: KVCacheConfig, layer: int, max_tokens: int | None, slow: Tensor | None) -> PackedLayer:
             return SimulatedLayer(config, layer, self.peer, places[layer])
@@ -93,10 +122,6 @@ class Simulation:
 def new_cache(state: EnabledModel, kv: KVCacheConfig | Simulation) -> PackedCache:
     """An empty cache for a model that is enabled with `kv`, or with a peer's configuration."""
     return kv.new_cache(state) if isinstance(kv, Simulation) else state.new_cache()
-
-
-def _place(layer: LayerGeometry, number: int, count: int) -> Place:
-    return Place(number, count, layer.num_kv_heads, layer.head_dim)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from rotaryquant.evals.simulated import Peer, Simulation
 @cache
 def peers() -> dict[str, Peer]:
     """All of them by name."""
-    from rotaryquant.evals.peers import groups, kivi, kvarn, quarot, trellis, turboquant, vectors, vllm
+    from rotaryquant.evals.peers import groups, kivi, kvarn, oscar, quarot, trellis, turboquant, vectors, vllm
 
-    modules = (groups, kivi, quarot, turboquant, vllm, kvarn, vectors, trellis)
+    modules = (groups, kivi, quarot, turboquant, vllm, kvarn, oscar, vectors, trellis)
     return {peer.name: peer for module in modules for peer in module.PEERS}
 
 
