@@ -9,7 +9,8 @@ from rotaryquant.formats.kv import BLOCK, StreamFormat
 from rotaryquant.formats.rotation import KINDS
 
 PREFILLS = ("deferred", "streaming")
-SCALES = ("best", "norm")
+#: Scale → rules (formats.kv.SCALE_RULES) of keys and values.
+SCALES = {"best": ("score", "score"), "mse": ("score", "value"), "norm": ("norm", "norm")}
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class KVCacheConfig:
     """How keys and values of full-attention layers are kept.
 
     key_bits, value_bits: bits of the codes. rotation: formats.rotation.KINDS. signs: random signs before it.
-    scale: "best" (unbiased products for keys, least squares for values) or "norm" (as TurboQuant publishes it).
+    scale: "best" (unbiased products for keys and values), "mse" (values by least squares: each is closer, but all
+    are too short) or "norm" (as TurboQuant publishes it).
     sinks: first tokens kept exact beside their codes. tail: newest tokens that stay exact (up to 32 more do: they are
     packed 32 at a time), 0 for none.
     mean: subtract a dominating key mean, taken from the first block over coordinates whose RoPE period is at least
@@ -69,7 +71,7 @@ class KVCacheConfig:
 
     def stream_formats(self, key_width: int, value_width: int) -> tuple[StreamFormat, StreamFormat]:
         """Formats of the keys and the values of a layer with these head widths."""
-        rules = ("norm", "norm") if self.scale == "norm" else ("score", "value")
+        rules = SCALES[self.scale]
         mean, tau = ("block0", self.tau) if self.mean else ("none", 0.0)
         try:
             keys = StreamFormat(

@@ -131,7 +131,7 @@ def test_contexts_are_packed_whole_and_right(spec: str) -> None:
         made.query, made.keys.float(), made.values.float(), scale=made.scale, enable_gqa=True
     )
     got = packed_attention(made.query, made.view, scale=made.scale, key_noise=made.key_noise)
-    assert float((got - exact).norm() / exact.norm()) < 0.6  # noise of 2 bits; rows of another head would give 1.4
+    assert float((got - exact).norm() / exact.norm()) < 0.7  # noise of 2 bits; rows of another head would give 1.4
 
 
 def test_expanded_copies_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

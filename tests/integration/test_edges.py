@@ -275,17 +275,21 @@ def test_logits_need_the_scale_correction() -> None:
     assert slopes["norm"] < 0.975
 
 
-def test_values_need_their_own_scale_rule() -> None:
-    """Least squares for values: the mean error is lower than with the keys' rule or the plain norm."""
+def test_values_are_rebuilt_without_a_bias() -> None:
+    """Least squares is closer to each value, and makes all of them too short by what their codes lose."""
     rows = torch.randn(1, 2, 2000, 128)
-    errors = {}
-    for scale in ("best", "norm"):
+    errors, lengths = {}, {}
+    for scale in ("best", "mse", "norm"):
         layer = PackedLayer(_strict(scale=scale), 0)
         feed(layer, rows, rows, [2000], prompt=1)
         _, stored = seen_rows(layer, 0)
         errors[scale] = float((stored - rows[0]).square().sum() / rows.square().sum())
-    assert errors["best"] == pytest.approx(0.0335, rel=0.01)
-    assert errors["norm"] > errors["best"] * 1.005
+        lengths[scale] = float((stored * rows[0]).sum() / rows.square().sum())
+    assert lengths["best"] == pytest.approx(1.0, abs=1e-3)
+    assert lengths["mse"] == pytest.approx(1 - 0.0335, abs=1e-3)
+    assert errors["mse"] == pytest.approx(0.0335, rel=0.01)
+    assert errors["best"] == pytest.approx(0.0347, rel=0.01)
+    assert errors["norm"] > errors["mse"] * 1.005
 
 
 @pytest.mark.parametrize("rotation", ["isoquant", "hadamard", "dense", "so4", "so3", "none"])

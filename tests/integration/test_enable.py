@@ -191,7 +191,7 @@ def test_another_cache_implementation_is_refused(model: PreTrainedModel, impleme
         ("key_bits=5", r"kv key_bits=5 is unknown; valid: 2, 3, 4, 8, 32"),
         ("value_bits=1", r"kv value_bits=1 is unknown"),
         ("rotation=wht", r"kv rotation='wht' is unknown; valid: isoquant, hadamard"),
-        ("scale=max", r"kv scale='max' is unknown; valid: best, norm"),
+        ("scale=max", r"kv scale='max' is unknown; valid: best, mse, norm"),
         ("prefill=eager", r"kv prefill='eager' is unknown; valid: deferred, streaming"),
         ("sinks=-1", r"kv sinks=-1 must be between 0 and 128"),
         ("sinks=129", r"kv sinks=129 must be between 0 and 128"),

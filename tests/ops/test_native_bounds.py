@@ -8,6 +8,7 @@ import torch
 from cases import GuardedStream
 from cases import packed_attention as attention_cases
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotaryquant.errors import UnsupportedKernelError
 from rotaryquant.formats.kv import StreamFormat
@@ -140,6 +141,8 @@ def test_tensors_are_read_as_they_are() -> None:
     assert torch.equal(held[1, :, :, 1:], wide[..., 1:17:2])
     assert not bool(held[:, :, :, 0].any())
     rows = torch.ones(1, 2, 3, 8)
-    for other in (rows.numpy(), rows.to("meta"), rows.to_sparse(), rows[(None,) * 6], None, 3):
+    with FakeTensorMode():
+        fake = torch.ones(1, 2, 3, 8)
+    for other in (rows.numpy(), rows.to("meta"), fake, rows.to_sparse(), rows[(None,) * 6], None, 3):
         with pytest.raises((TypeError, ValueError)):
             stage(rows, other)

@@ -14,7 +14,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "rotation": ("rotation=none", "rotation=so3", "rotation=so4", "rotation=hadamard", "rotation=dense"),
     "inverse": ("inverse=off",),
     "signs": ("signs=off",),
-    "scale": ("scale=norm",),
+    "scale": ("scale=mse", "scale=norm"),
     "mean": ("mean=off",),
     "correct": ("correct=0",),
     "sinks": ("sinks=off",),

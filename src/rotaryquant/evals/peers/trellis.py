@@ -77,10 +77,7 @@ class _Trellis:
         parts = [self._window[best_path(part, self._window, self._bits)] for part in flat.split(_ROWS)]
         codes = torch.cat(parts).view_as(y)
         products = (y * codes).sum(-1, keepdim=True)
-        # as ours: unbiased products for keys, least squares for values
-        over = products if which == 0 else codes.square().sum(-1, keepdim=True)
-        top = norm.square() if which == 0 else products
-        scale = half(torch.where(over > 0, top / over, 0.0))
+        scale = half(torch.where(products > 0, norm.square() / products, 0.0))  # unbiased, as ours
         return turned(codes * scale, self._by[which], back=True)
 
     def keys(self, rows: Tensor) -> Tensor:

@@ -54,6 +54,9 @@ inline bool read_tensor(PyObject* object, Array& array) noexcept {
     return false;
   }
   if (tensor.device.device_type != nanobind::device::cpu::value || tensor.ndim > Dims::kMost) return false;
+  bool empty = false;
+  for (int32_t i = 0; i < tensor.ndim; i++) empty = empty || tensor.shape[i] == 0;
+  if (!tensor.data && !empty) return false;  // a stand-in that only has a shape
   array.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
   array.dtype = dtype_of(tensor.dtype);
   array.shape.count = array.strides.count = tensor.ndim;
