@@ -56,6 +56,7 @@ def test_what_the_base_lacks_already_is_left_out() -> None:
     assert list(ablate.specs_of("iso3-strict", ["tail", "mean", "rotation", "scale"])) == [
         "iso3-strict",
         *(f"iso3-strict,rotation={kind}" for kind in ("none", "so3", "so4", "hadamard", "dense")),
+        "iso3-strict,scale=mse",
         "iso3-strict,scale=norm",
     ]
 

@@ -214,7 +214,7 @@ def one_prompt(
         "exact_repetition": repetition(exact.ids),
         "json": is_json(ours.text) if prompt.json else None,
         "exact_json": is_json(exact.text) if prompt.json else None,
-        "kld_mean": float(divergence.double().mean()),
+        "kld_mean": max(0.0, float(divergence.double().mean())),  # rounding may leave less than nothing
         "kld_max": float(divergence.max()),
         "top1": float(agree.mean()),
         "packed_reads": reads,
