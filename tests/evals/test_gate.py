@@ -107,7 +107,6 @@ class _Swapped:
     """Values of the other half of a row: fluent nonsense."""
 
     key_bits = value_bits = 16.0
-    side_values = 0
 
     def keys(self, rows: Tensor) -> Tensor:
         return rows

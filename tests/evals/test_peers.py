@@ -15,7 +15,7 @@ from rotaryquant.errors import ConfigError, NonFiniteError
 from rotaryquant.evals import fidelity
 from rotaryquant.evals.facts import collect
 from rotaryquant.evals.peers import kvarn, oscar, parse_spec, peers, trellis, vllm
-from rotaryquant.evals.peers.rounding import nearest, ranged, symmetric, unit_rows
+from rotaryquant.evals.peers.rounding import nearest, ranged, unit_rows
 from rotaryquant.evals.simulated import Facts, Peer, Place, Simulation
 from rotaryquant.evals.teacher_forcing import packed_chunks, stock_chunks
 from rotaryquant.evals.windows import windows_of
@@ -81,7 +81,6 @@ def relative(rebuilt: Tensor, rows: Tensor) -> float:
 
 class _Exact:
     key_bits = value_bits = 16.0
-    side_values = 0
 
     def keys(self, rows: Tensor) -> Tensor:
         return rows
@@ -250,10 +249,8 @@ def test_uniform_codes_err_by_half_a_step() -> None:
     rows = normal_rows()
     low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
     assert bool(((ranged(rows, 4, 64) - rows).abs() <= (high - low) / 15 * 0.52).all())
-    assert bool(((symmetric(rows, 4) - rows).abs() <= rows.abs().amax(-1, keepdim=True) / 7 * 0.52).all())
     constant = torch.full((1, 2, 64), 3.0)
     assert torch.equal(ranged(constant, 2, 64), constant)
-    assert torch.equal(symmetric(torch.zeros(1, 2, 64), 4), torch.zeros(1, 2, 64))
 
 
 def test_calibrated_rotations_save_what_queries_ask_for() -> None:

@@ -19,6 +19,7 @@ from rotaryquant.config import KVCacheConfig
 from rotaryquant.counters import Counters
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals.facts import calibrated
+from rotaryquant.evals.inputs import add_model_arguments, load_model
 from rotaryquant.evals.peers import parse_spec
 from rotaryquant.evals.simulated import Simulation, new_cache
 from rotaryquant.evals.statistics import ratio_interval
@@ -137,14 +138,10 @@ def result_of(scores: Scores, exact_nll: list[float], counts: list[int]) -> dict
 
 def add_text_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
     """Options of every measurement that scores windows of text, `tokens` positions by default."""
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="folder, .gguf file or hub id (default: SmolLM2-135M)"
-    )
+    add_model_arguments(parser, "float32")
     parser.add_argument("--text", metavar="FILE", required=True, help="real text, UTF-8; read as one string")
     parser.add_argument("--context", type=int, default=2048, metavar="N", help="tokens in a window (default 2048)")
     parser.add_argument("--tokens", type=int, default=tokens, metavar="N", help=f"scored positions (default {tokens})")
-    parser.add_argument("--dtype", default="float32", metavar="TYPE", help="float32 (default), bfloat16 or auto")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of torch")
     parser.add_argument("--any-baseline", action="store_true", help="go on with an implausible reference perplexity")
 
 
@@ -197,8 +194,6 @@ def measure_text(
 
     Raises RotaryQuantError with one clear line for a wrong input.
     """
-    from rotaryquant.evals.inputs import load_model
-
     if args.context < 512 or args.tokens < 1:
         raise ConfigError(f"context={args.context}, tokens={args.tokens}: need at least 512 and 1")
     text = read_text(Path(args.text))

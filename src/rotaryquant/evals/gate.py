@@ -17,6 +17,7 @@ import torch
 
 from rotaryquant.config import KVCacheConfig
 from rotaryquant.errors import ConfigError
+from rotaryquant.evals.inputs import add_model_arguments, load_model
 from rotaryquant.evals.peers import parse_spec
 from rotaryquant.evals.prompts import PROMPTS, GatePrompt
 from rotaryquant.evals.simulated import Simulation, new_cache
@@ -132,9 +133,7 @@ def judge(prompt: GatePrompt, row: dict[str, Any], limits: Limits) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `rotaryquant eval gate`."""
     limits = Limits()
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="folder, .gguf file or hub id (default: SmolLM2-135M)"
-    )
+    add_model_arguments(parser, "float32")
     parser.add_argument("--kv", metavar="SPEC", default="iso3", help="ours or a simulated peer (default iso3)")
     parser.add_argument("--tokens", type=int, default=500, metavar="N", help="of each answer at most (default 500)")
     parser.add_argument(
@@ -148,8 +147,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strict", action="store_true", help="fail also where the 16-bit answer repeats or breaks JSON"
     )
-    parser.add_argument("--dtype", default="float32", metavar="TYPE", help="float32 (default), bfloat16 or auto")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of torch")
 
 
 def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
@@ -157,8 +154,6 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
 
     Raises RotaryQuantError with one clear line for a wrong input.
     """
-    from rotaryquant.evals.inputs import load_model
-
     kv = parse_spec(args.kv)
     if kv is None:
         raise ConfigError(f"--kv {args.kv} packs nothing: the gate compares a packed cache with the 16-bit one")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rotaryquant.config import KVCacheConfig
 from rotaryquant.errors import ConfigError
+from rotaryquant.evals.inputs import add_model_arguments, load_model
 from rotaryquant.evals.peers import parse_spec
 from rotaryquant.evals.simulated import Simulation, new_cache
 from rotaryquant.evals.teacher_forcing import Chunk, packed_chunks, stock_chunks
@@ -45,9 +46,7 @@ def window_nll(loaded: Loaded, kv: KVCacheConfig | Simulation | None, ids: Tenso
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `rotaryquant eval perplexity`."""
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="folder, .gguf file or hub id (default: SmolLM2-135M)"
-    )
+    add_model_arguments(parser, "float32")
     parser.add_argument("--text", metavar="FILE", required=True, help="real text, UTF-8; read as one string")
     parser.add_argument(
         "--kv", metavar="SPEC", action="append", help="ours or a simulated peer; repeat; default iso3, fp16 beside it"
@@ -56,8 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--context", metavar="LIST", default="512,2048,8192", help="tokens in a window (default 512,2048,8192)"
     )
     parser.add_argument("--tokens", type=int, default=8_000, metavar="N", help="scored at each (default 8000)")
-    parser.add_argument("--dtype", default="float32", metavar="TYPE", help="float32 (default), bfloat16 or auto")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of torch")
 
 
 def contexts_of(text: str) -> list[int]:
@@ -75,8 +72,6 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
 
     Raises RotaryQuantError with one clear line for a wrong input.
     """
-    from rotaryquant.evals.inputs import load_model
-
     contexts = contexts_of(args.context)
     if args.tokens < 1:
         raise ConfigError(f"tokens={args.tokens}: need at least 1")

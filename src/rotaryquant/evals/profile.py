@@ -13,6 +13,7 @@ from torch import nn
 
 from rotaryquant.config import KVCacheConfig, parse_kv
 from rotaryquant.errors import ConfigError
+from rotaryquant.evals.inputs import add_model_arguments, load_model
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.enable import enabled
 from rotaryquant.integrations.transformers.geometry import text_config
@@ -116,14 +117,10 @@ def advice(exact: dict[str, float], packed: dict[str, float], kv: str, tokens: i
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `rotaryquant eval profile`."""
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="folder, .gguf file or hub id (default: SmolLM2-135M)"
-    )
+    add_model_arguments(parser, "auto")
     parser.add_argument("--kv", metavar="SPEC", default="iso3", help="the packed cache (default iso3)")
     parser.add_argument("--context", type=int, default=2048, metavar="N", help="tokens read first (default 2048)")
     parser.add_argument("--steps", type=int, default=32, metavar="N", help="steps timed (default 32)")
-    parser.add_argument("--dtype", default="auto", metavar="TYPE", help="auto (default), float32 or bfloat16")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of torch")
 
 
 def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
@@ -131,8 +128,6 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
 
     Raises RotaryQuantError with one clear line for a wrong input.
     """
-    from rotaryquant.evals.inputs import load_model
-
     kv = parse_kv(args.kv)
     if kv is None:
         raise ConfigError(f"--kv {args.kv} packs nothing: the 16-bit cache is measured beside it anyway")

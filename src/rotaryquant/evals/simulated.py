@@ -23,13 +23,11 @@ from rotaryquant.kv.packed import PackedLayer
 class LayerCodec(Protocol):
     """How one layer stores its rows.
 
-    key_bits, value_bits: stored bits per value, everything per row or group counted. side_values: 16-bit values beside
-    the rows, for all heads.
+    key_bits, value_bits: stored bits per value, everything per row or group counted.
     """
 
     key_bits: float
     value_bits: float
-    side_values: int
 
     def keys(self, rows: Tensor) -> Tensor:
         """Consecutive keys after RoPE, fp32 [num_kv_heads, rows, width], as they come back."""
@@ -166,6 +164,6 @@ class SimulatedLayer(PackedLayer):
         codec, place = self._codec, self._place_in_model
         keys, values = (_Rows(place.width, place.width * bits / 8) for bits in (codec.key_bits, codec.value_bits))
         return LayerBits(
-            keys, values, place.num_kv_heads, self.config.sinks, self.config.tail, codec.side_values,
+            keys, values, place.num_kv_heads, self.config.sinks, self.config.tail, 0,
             self._peer.exact_bits,
         )  # fmt: skip

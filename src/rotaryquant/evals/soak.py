@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rotaryquant.config import KVCacheConfig, parse_kv
 from rotaryquant.errors import ConfigError
+from rotaryquant.evals.inputs import add_model_arguments, load_model
 from rotaryquant.evals.perplexity import nll
 from rotaryquant.evals.teacher_forcing import packed_chunks, stock_chunks
 from rotaryquant.evals.windows import windows_of
@@ -146,16 +147,12 @@ def _score(loaded: Loaded, state: EnabledModel | None, ids: Tensor) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `rotaryquant eval soak`."""
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="folder, .gguf file or hub id (default: SmolLM2-135M)"
-    )
+    add_model_arguments(parser, "auto")
     parser.add_argument("--text", metavar="FILE", required=True, help="what is talked about, UTF-8")
     parser.add_argument("--kv", metavar="SPEC", default="iso3", help="the cache (default iso3)")
     parser.add_argument("--seconds", type=float, default=7200.0, metavar="N", help="how long (default 7200)")
     parser.add_argument("--longest", type=int, default=2048, metavar="N", help="tokens in a session (default 2048)")
     parser.add_argument("--slope", type=float, default=1.0, metavar="MB", help="growth an hour at most (default 1)")
-    parser.add_argument("--dtype", default="auto", metavar="TYPE", help="auto (default), float32 or bfloat16")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of torch")
 
 
 def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
@@ -164,8 +161,6 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
 
     Raises RotaryQuantError with one clear line for a wrong input.
     """
-    from rotaryquant.evals.inputs import load_model
-
     if args.seconds <= 0 or args.longest < 512 or args.slope <= 0:
         raise ConfigError(
             f"seconds={args.seconds:g}, longest={args.longest}, slope={args.slope:g}: need a positive time, 512 tokens "

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rotaryquant.config import KVCacheConfig, parse_kv
 from rotaryquant.errors import ConfigError
+from rotaryquant.evals import inputs
 from rotaryquant.evals.perplexity import window_nll
 from rotaryquant.evals.windows import windows_of
 from rotaryquant.integrations.transformers.checkpoints import Loaded
@@ -47,17 +48,13 @@ def decode(loaded: Loaded, kv: KVCacheConfig | None, ids: Tensor, steps: int) ->
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `rotaryquant eval stability`."""
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="folder, .gguf file or hub id (default: SmolLM2-135M)"
-    )
+    inputs.add_model_arguments(parser, "auto")
     parser.add_argument("--text", metavar="FILE", required=True, help="real text, UTF-8; read as one string")
     parser.add_argument("--kv", metavar="SPEC", default="iso3", help="the packed cache (default iso3); fp16 beside it")
     parser.add_argument("--reloads", type=int, default=3, metavar="N", help="times the model is loaded (default 3)")
     parser.add_argument("--context", type=int, default=2048, metavar="N", help="tokens in a window (default 2048)")
     parser.add_argument("--tokens", type=int, default=1_000, metavar="N", help="scored positions (default 1000)")
     parser.add_argument("--steps", type=int, default=64, metavar="N", help="tokens decoded for speed (default 64)")
-    parser.add_argument("--dtype", default="auto", metavar="TYPE", help="auto (default), float32 or bfloat16")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of torch")
 
 
 def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
@@ -65,8 +62,6 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
 
     Raises RotaryQuantError with one clear line for a wrong input.
     """
-    from rotaryquant.evals.inputs import load_model
-
     if args.reloads < 2 or args.steps < 1 or args.context < 512 or args.tokens < 1:
         raise ConfigError(
             f"reloads={args.reloads}, steps={args.steps}, context={args.context}, tokens={args.tokens}: need at least "
@@ -77,7 +72,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
     for number in range(args.reloads):
         progress(f"load {number + 1} of {args.reloads}")
-        loaded = load_model(args.model, args.dtype, args.threads)
+        loaded = inputs.load_model(args.model, args.dtype, args.threads)
         windows, _ = windows_of(loaded, text, args.context, args.tokens)
         scored = sum(len(ids) - 1 - len(ids) // 2 for ids in windows)
         for name, kv in specs.items():

@@ -9,8 +9,6 @@ _GROUP = 64
 
 
 class _Groups:
-    side_values = 0
-
     def __init__(self, bits: int, width: int) -> None:
         self._bits, self._group = bits, min(_GROUP, width)
         self.key_bits = self.value_bits = bits + 32 / self._group

@@ -9,8 +9,6 @@ _GROUP = 32
 
 
 class _Kivi:
-    side_values = 0
-
     def __init__(self, bits: int) -> None:
         self._bits = bits
         self.key_bits = self.value_bits = bits + 32 / _GROUP

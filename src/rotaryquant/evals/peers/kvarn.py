@@ -27,8 +27,6 @@ def _size(x: Tensor, dim: int) -> Tensor:
 
 
 class _Kvarn:
-    side_values = 0
-
     def __init__(self, place: Place) -> None:
         # a step and a zero per row, a scale per row, a scale per column of a tile
         beside = 48 / place.width + 16 / _TILE

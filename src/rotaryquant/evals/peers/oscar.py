@@ -32,8 +32,6 @@ def rotation_of(moment: Tensor) -> Tensor:
 
 
 class _Oscar:
-    side_values = 0  # rotations are folded into the weights
-
     def __init__(self, place: Place) -> None:
         assert place.facts is not None
         self.key_bits = self.value_bits = _BITS + 32 / place.width

@@ -9,8 +9,6 @@ _CLIP = 0.95
 
 
 class _Quarot:
-    side_values = 0
-
     def __init__(self, bits: int, place: Place) -> None:
         self._bits = bits
         self.key_bits = self.value_bits = bits + 32 / place.width

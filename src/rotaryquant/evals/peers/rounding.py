@@ -25,13 +25,6 @@ def ranged(rows: Tensor, bits: int, group: int, *, clip: float = 1.0) -> Tensor:
     return (codes * step + low).view(rows.shape)
 
 
-def symmetric(rows: Tensor, bits: int) -> Tensor:
-    """Uniform codes of either sign per row, the largest magnitude in fp16. Stored bits a value: bits + 16 / width."""
-    most = 2 ** (bits - 1) - 1
-    step = half(rows.abs().amax(-1, keepdim=True) / most)
-    return (rows / torch.where(step > 0, step, 1.0)).round().clamp(-most, most) * step
-
-
 def nearest(rows: Tensor, levels: Tensor) -> Tensor:
     """The closest of ascending `levels` to each value."""
     return levels[torch.bucketize(rows, (levels[1:] + levels[:-1]) / 2)]

@@ -61,8 +61,6 @@ def trellis_values(bits: int) -> Tensor:
 
 
 class _Trellis:
-    side_values = 0
-
     def __init__(self, bits: int, place: Place) -> None:
         self._bits, self._window = bits, trellis_values(bits)
         self.key_bits = self.value_bits = bits + 16 / place.width

@@ -17,8 +17,6 @@ from rotaryquant.formats.codebook import lloyd_max
 class _Residual:
     """Keys at `bits` with one of them spent on the residual, values at `bits` by least error."""
 
-    side_values = 0
-
     def __init__(self, bits: int, place: Place) -> None:
         width, heads = place.width, place.num_kv_heads
         self.key_bits, self.value_bits = bits + 32 / width, bits + 16 / width

@@ -32,8 +32,6 @@ def _nearest(pairs: Tensor, points: Tensor) -> Tensor:
 
 
 class _Pairs:
-    side_values = 0
-
     def __init__(self, bits: int, place: Place) -> None:
         self._points = pair_codebook(bits)
         self.key_bits = self.value_bits = bits + 16 / place.width

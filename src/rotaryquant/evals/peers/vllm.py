@@ -14,7 +14,6 @@ _BITS, _SKIPPED = 3, 2
 
 class _Exact:
     key_bits = value_bits = 16.0
-    side_values = 0
 
     def keys(self, rows: Tensor) -> Tensor:
         return rows
@@ -23,8 +22,6 @@ class _Exact:
 
 
 class _Vllm:
-    side_values = 0
-
     def __init__(self, place: Place) -> None:
         self.key_bits, self.value_bits = _BITS + 16 / place.width, _BITS + 32 / place.width
         self._levels = torch.tensor(lloyd_max(place.width, _BITS)).float()
