@@ -2,9 +2,12 @@
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
+from rotaryquant.allocation import Allocation, allocate
 from rotaryquant.errors import ConfigError
-from rotaryquant.formats.codebook import BITS
+from rotaryquant.formats.calibration import read_calibration
+from rotaryquant.formats.codebook import BITS, QUANTIZERS, TRELLIS_BITS
 from rotaryquant.formats.kv import BLOCK, StreamFormat
 from rotaryquant.formats.rotation import KINDS
 
@@ -18,6 +21,7 @@ class KVCacheConfig:
     """How keys and values of full-attention layers are kept.
 
     key_bits, value_bits: bits of the codes. rotation: formats.rotation.KINDS. signs: random signs before it.
+    quantizer: of codes of 3 bits, "trellis" (a third less error, a dearer write) or "scalar"; others are scalar.
     scale: "best" (unbiased products for keys and values), "mse" (values by least squares: each is closer, but all
     are too short) or "norm" (as TurboQuant publishes it).
     sinks: first tokens kept exact beside their codes. tail: newest tokens that stay exact (up to 32 more do: they are
@@ -27,12 +31,14 @@ class KVCacheConfig:
     mean effect on the softmax that is taken off packed logits (0 to 1). protect: give the keys of layers with an
     expected logit error above `max_logit_error` nats 8 bits. prefill: "deferred" or "streaming". inverse: rotate the
     output back (off only to see it fail).
-    seed: of the rotation.
+    seed: of the rotation. allocation: bits of each layer of one checkpoint, in place of key_bits and value_bits
+    (`allocation.allocate`); a SPEC has them from `calibration=FILE`.
     """
 
     name: str = "iso3"
     key_bits: int = 3
     value_bits: int = 3
+    quantizer: str = "scalar"
     rotation: str = "isoquant"
     signs: bool = True
     scale: str = "best"
@@ -47,11 +53,13 @@ class KVCacheConfig:
     prefill: str = "deferred"
     inverse: bool = True
     seed: int = 0
+    allocation: Allocation | None = None
 
     def __post_init__(self) -> None:
         for field, valid in (
             ("key_bits", BITS),
             ("value_bits", BITS),
+            ("quantizer", QUANTIZERS),
             ("rotation", tuple(KINDS)),
             ("scale", SCALES),
             ("prefill", PREFILLS),
@@ -69,15 +77,32 @@ class KVCacheConfig:
         if self.max_logit_error <= 0:
             raise ConfigError(f"kv max_logit_error={self.max_logit_error} must be above 0")
 
+    def of_layer(self, index: int) -> "KVCacheConfig":
+        """What holds for model layer `index` alone: its bits. Raises ConfigError where an allocation has none."""
+        if self.allocation is None:
+            return self
+        widths = self.allocation.of_layer(index)
+        if widths is None:
+            raise ConfigError(f"kv={self.name}: layer {index} was not calibrated; run `rotaryquant calibrate` again")
+        return dataclasses.replace(self, key_bits=widths.key_bits, value_bits=widths.value_bits, allocation=None)
+
+    def quantizer_of(self, bits: int) -> str:
+        """The quantizer of codes of that width."""
+        return self.quantizer if bits in TRELLIS_BITS else "scalar"
+
     def stream_formats(self, key_width: int, value_width: int) -> tuple[StreamFormat, StreamFormat]:
         """Formats of the keys and the values of a layer with these head widths."""
         rules = SCALES[self.scale]
         mean, tau = ("block0", self.tau) if self.mean else ("none", 0.0)
         try:
             keys = StreamFormat(
-                "key", key_width, self.key_bits, rules[0], self.rotation, self.seed, self.signs, mean=mean, tau=tau
-            )
-            values = StreamFormat("value", value_width, self.value_bits, rules[1], self.rotation, self.seed, self.signs)
+                "key", key_width, self.key_bits, rules[0], self.rotation, self.seed, self.signs,
+                mean=mean, tau=tau, quantizer=self.quantizer_of(self.key_bits),
+            )  # fmt: skip
+            values = StreamFormat(
+                "value", value_width, self.value_bits, rules[1], self.rotation, self.seed, self.signs,
+                quantizer=self.quantizer_of(self.value_bits),
+            )  # fmt: skip
         except ValueError as error:
             raise ConfigError(str(error)) from error
         return keys, values
@@ -90,13 +115,17 @@ PRESETS: dict[str, KVCacheConfig | None] = {
     "fp16": None,
     "iso3": KVCacheConfig("iso3"),
     "iso3-strict": _STRICT,
+    "iso3t": KVCacheConfig("iso3t", quantizer="trellis"),
     "iso2": KVCacheConfig("iso2", key_bits=2, value_bits=2),
     "iso4": KVCacheConfig("iso4", key_bits=4, value_bits=4),
     "k4v3": KVCacheConfig("k4v3", key_bits=4, value_bits=3),
     "turbo3": dataclasses.replace(_STRICT, name="turbo3", rotation="dense", scale="norm"),
 }
 
-_FIELDS = {field.name: field.type for field in dataclasses.fields(KVCacheConfig) if field.name != "name"}
+#: What `key=value` pairs may set: fields, and the file and budget that make an allocation.
+_FIELDS = [field.name for field in dataclasses.fields(KVCacheConfig) if field.name not in ("name", "allocation")]
+_CALIBRATION, _BUDGET = "calibration", "budget"
+_KEYS = (*_FIELDS, _CALIBRATION, _BUDGET)
 #: Counts for which "off" means 0.
 _COUNTS_OFF = ("sinks", "tail")
 _SWITCH = {"on": True, "off": False, "true": True, "false": False, "1": True, "0": False}
@@ -118,8 +147,10 @@ def _parse_value(key: str, text: str) -> object:
 def parse_kv(spec: "str | KVCacheConfig | None") -> KVCacheConfig | None:
     """The configuration that a `--kv` SPEC names; None means 16-bit, nothing packed.
 
-    spec: a preset, `key=value` pairs, or a preset followed by pairs, comma-separated ("iso3,sinks=0").
-    Raises ConfigError with the valid names for an unknown preset or key, or a value that does not fit.
+    spec: a preset, `key=value` pairs, or a preset followed by pairs, comma-separated ("iso3,sinks=0"). With
+    `calibration=FILE` each layer gets bits of its own, whose mean is `budget`, or else the mean of the preset's.
+    Raises ConfigError with the valid names for an unknown preset or key, or a value that does not fit, and
+    CalibrationError for a file that cannot be used.
     """
     if spec is None or isinstance(spec, KVCacheConfig):
         return spec
@@ -135,12 +166,36 @@ def parse_kv(spec: "str | KVCacheConfig | None") -> KVCacheConfig | None:
         return base
     if base is None:
         raise ConfigError(f"kv={spec!r}: fp16 packs nothing, so it takes no options")
-    changes: dict[str, object] = {}
+    given: dict[str, str] = {}
     for part in parts:
         key, equals, text = part.partition("=")
-        if not equals or key not in _FIELDS:
-            raise ConfigError(f"kv option {part!r} is unknown; valid keys: {', '.join(_FIELDS)}")
-        if key in changes:
+        if not equals or key not in _KEYS:
+            raise ConfigError(f"kv option {part!r} is unknown; valid keys: {', '.join(_KEYS)}")
+        if key in given:
             raise ConfigError(f"kv option {key!r} is given twice in {spec!r}")
-        changes[key] = _parse_value(key, text)
-    return dataclasses.replace(base, name=spec, **changes)  # type: ignore[arg-type]
+        given[key] = text
+    changes = {key: _parse_value(key, text) for key, text in given.items() if key in _FIELDS}
+    made = dataclasses.replace(base, name=_name(spec), **changes)  # type: ignore[arg-type]
+    return _calibrated(made, given.get(_CALIBRATION), given.get(_BUDGET))
+
+
+def _name(spec: str) -> str:
+    """A SPEC as reports show it: of a file its last part, since folders differ by machine."""
+    pairs = [part.partition("=") for part in spec.split(",")]
+    return ",".join(
+        f"{key}={Path(text).name}" if key.strip() == _CALIBRATION else key + equals + text
+        for key, equals, text in pairs
+    )
+
+
+def _calibrated(config: KVCacheConfig, file: str | None, budget: str | None) -> KVCacheConfig:
+    """The configuration with bits for each layer, where a file is given to choose them by."""
+    if file is None:
+        if budget is not None:
+            raise ConfigError(f"kv budget={budget!r} shares bits out by a calibration; add calibration=FILE")
+        return config
+    try:
+        bits = (config.key_bits + config.value_bits) / 2 if budget is None else float(budget)
+    except ValueError:
+        raise ConfigError(f"kv budget={budget!r}: wanted bits a value, like 2.5") from None
+    return dataclasses.replace(config, allocation=allocate(read_calibration(file), bits, config.quantizer))

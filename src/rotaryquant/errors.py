@@ -21,6 +21,10 @@ class CacheFileError(RotaryQuantError):
     """A cache file that is damaged, or that means something else than its reader expects."""
 
 
+class CalibrationError(RotaryQuantError, ValueError):
+    """A calibration file that is absent or damaged, or that belongs to another checkpoint."""
+
+
 class NonFiniteError(RotaryQuantError, ValueError):
     """NaN or infinity in keys or values, with the layer and head where it was met."""
 

@@ -115,6 +115,12 @@ def test_more_bits_are_better_and_broken_codes_are_much_worse(
         assert broken["top1"] < good["top1"]
 
 
+def test_a_trellis_is_better_at_the_same_bits(model: Any, ids: torch.Tensor) -> None:
+    lone, paths = scores(model, ids, "iso3-strict"), scores(model, ids, "iso3-strict,quantizer=trellis")
+    assert paths["bits_per_value"] == lone["bits_per_value"]
+    assert paths["kld_mean"] < 0.9 * lone["kld_mean"]
+
+
 def test_a_run_that_reads_too_few_packed_rows_fails(
     model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from rotaryquant import enabled, parse_kv
+from rotaryquant.allocation import allocate
 from rotaryquant.errors import ConfigError, NonFiniteError
 from rotaryquant.evals import fidelity
 from rotaryquant.evals.facts import collect
@@ -19,8 +20,10 @@ from rotaryquant.evals.peers.rounding import nearest, ranged, unit_rows
 from rotaryquant.evals.simulated import Facts, Peer, Place, Simulation
 from rotaryquant.evals.teacher_forcing import packed_chunks, stock_chunks
 from rotaryquant.evals.windows import windows_of
+from rotaryquant.formats.calibration import Calibration, LayerSensitivity, write_calibration
 from rotaryquant.formats.codebook import lloyd_max
 from rotaryquant.integrations.transformers.checkpoints import Loaded
+from rotaryquant.integrations.transformers.fingerprint import checkpoint_fingerprint
 from support.models import random_tokens, tiny
 from support.tiny_llm import byte_tokenizer
 
@@ -299,7 +302,7 @@ def test_facts_are_what_a_cache_and_its_queries_see(model: Any) -> None:
     ("spec", "message"),
     [
         ("kivi3", r"'kivi3' is unknown; valid: fp16, .*peers: int2, "),
-        ("kivi2,mean=on", r"'mean': kivi2 is simulated and takes sinks and tail alone"),
+        ("kivi2,mean=on", r"'mean': kivi2 is simulated and takes sinks, tail, calibration, budget alone"),
         ("kivi2,sinks=200", "sinks=200"),
         ("kivi2,tail=x", "tail='x'"),
     ],
@@ -307,6 +310,37 @@ def test_facts_are_what_a_cache_and_its_queries_see(model: Any) -> None:
 def test_a_wrong_spec_is_one_clear_error(spec: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_spec(spec)
+
+
+def test_a_peer_can_be_granted_bits_for_each_layer(model: Any, ids: Tensor, tmp_path: Path) -> None:
+    """Its codec at the widths of the allocation; all eight bits are plain integers where its own codes stop at four."""
+    costs = [(1e-3, 1e-3)] * 4 + [(0.1, 1e-3), (10.0, 10.0)]
+    layers = [LayerSensitivity(index, 2, 64, *cost) for index, cost in enumerate(costs)]
+    made = Calibration(checkpoint_fingerprint(model), "tiny", "text", 1, 1024, 2, "made", tuple(layers))
+    write_calibration(tmp_path / "side", made)
+    granted = parse_spec(f"quarot3,sinks=4,tail=48,calibration={tmp_path / 'side'},budget=3")
+    assert isinstance(granted, Simulation)
+    assert granted.config.name == "quarot3,sinks=4,tail=48,calibration=side,budget=3"
+    assert granted.config.allocation is not None
+    assert granted.config.allocation.layers == allocate(made, 3).layers
+    assert granted.config.of_layer(0).key_bits < granted.config.of_layer(5).key_bits
+    row, plain = scores(model, ids, granted), scores(model, ids, parse_spec("quarot3,sinks=4,tail=48"))
+    assert granted.config.allocation.mean_bits == 3.0
+    assert row["bits_per_value"] == pytest.approx(plain["bits_per_value"])
+    assert row["kld_mean"] != plain["kld_mean"]
+
+
+@pytest.mark.parametrize("name", list(BITS))
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_every_peer_has_other_widths(name: str, bits: int) -> None:
+    """More bits, less error; and what is stored follows."""
+    found = peers()[name].at
+    assert found is not None
+    codec, rows = found(place(), bits), normal_rows(64, 64)
+    for stored, code in ((codec.key_bits, codec.keys), (codec.value_bits, codec.values)):
+        assert bits < stored < bits + 1.5
+        error = float((code(rows) - rows).square().mean() / rows.square().mean())
+        assert error < {2: 0.6, 4: 0.06, 8: 1e-3}[bits]
 
 
 def test_specs_say_what_is_kept_exact() -> None:

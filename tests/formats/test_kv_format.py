@@ -50,7 +50,7 @@ def test_header_survives_json(header: StreamFormat) -> None:
 def test_header_says_everything_that_changes_the_bytes() -> None:
     assert set(DEFAULT.to_dict()) == {
         "name", "width", "bits", "scale_rule", "rotation", "seed", "signs", "scale_group", "scale_dtype",
-        "sign_scope", "mean", "tau",
+        "sign_scope", "mean", "tau", "quantizer",
     }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from rotaryquant.formats.codebook import FINE
 from rotaryquant.formats.kv import STRIP, VERSION, StreamFormat
 from rotaryquant.ops.pack import pack, seal
 from rotaryquant.ops.quantize import quantize
@@ -24,6 +25,8 @@ FOLDER = Path(__file__).parent / "files"
 
 #: Distance in units of the root mean square that every coordinate keeps from every boundary.
 MARGIN = 1e-4
+#: Distance of a trellis' fine steps that every coordinate keeps from rounding to another integer.
+TRELLIS_MARGIN = 1e-3
 LAYER, HEADS = 3, 2
 #: Rows stored per head; the strip is filled up by repeating them.
 ROWS = 8
@@ -37,12 +40,15 @@ def formats() -> Iterator[StreamFormat]:
             yield StreamFormat("value", width, bits, "value", scale_group=64, scale_dtype="fp16", sign_scope="shared")
     yield StreamFormat("key", 96, 3, "score", mean="block0", tau=0.5)
     yield StreamFormat("value", 80, 3, "value")
+    yield StreamFormat("key", 64, 3, "score", mean="block0", tau=0.5, quantizer="trellis")
+    yield StreamFormat("value", 128, 3, "score", quantizer="trellis")
 
 
 def file_name(stream: StreamFormat) -> str:
     """Name of a format's file."""
     header = "blocks64" if stream.scale_dtype == "fp16" else "default"
-    return f"{header}-{stream.name}-d{stream.width}-b{stream.bits}.safetensors"
+    quantizer = "-trellis" if stream.quantizer == "trellis" else ""
+    return f"{header}-{stream.name}-d{stream.width}-b{stream.bits}{quantizer}.safetensors"
 
 
 def clear_of_boundaries(rows: Tensor, stream: StreamFormat) -> Tensor:
@@ -53,6 +59,9 @@ def clear_of_boundaries(rows: Tensor, stream: StreamFormat) -> Tensor:
     if stream.bits == 8:
         t = y / y.abs().amax(-1, keepdim=True) * 127.0
         distance = (t - t.floor() - 0.5).abs()
+    elif codec.trellis:
+        t = y / y.square().mean(-1, keepdim=True).sqrt() * FINE / codec.unit + 0.5
+        return ((t - t.round()).abs() > TRELLIS_MARGIN).flatten(-2).all(-1)
     else:
         t = y / y.square().mean(-1, keepdim=True).sqrt()
         distance = (t[..., None] - codec.boundaries.double()).abs().amin(-1)

@@ -17,7 +17,8 @@ from rotaryquant import KVCacheConfig, enabled, parse_kv
 from rotaryquant.errors import CacheFileError
 from rotaryquant.integrations.transformers import cache_file
 from rotaryquant.integrations.transformers.cache import PackedCache
-from rotaryquant.integrations.transformers.cache_file import load_cache, model_fingerprint, save_cache
+from rotaryquant.integrations.transformers.cache_file import load_cache, save_cache
+from rotaryquant.integrations.transformers.fingerprint import model_fingerprint
 from rotaryquant.integrations.transformers.geometry import text_config
 from support.models import random_tokens, tiny
 from support.zoo import build, sharpen

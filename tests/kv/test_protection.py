@@ -10,6 +10,7 @@ from torch import Tensor
 from rotaryquant import KVCacheConfig
 from rotaryquant.attention import AttentionOptions
 from rotaryquant.errors import UnsupportedModelError
+from rotaryquant.formats.codebook import relative_error
 from rotaryquant.kv import protect
 from rotaryquant.kv.packed import PackedLayer
 from rotaryquant.kv.state import merge_layers
@@ -165,11 +166,11 @@ def test_relative_error_is_what_packing_does_to_a_row(bits: int) -> None:
     stored, _ = seen_rows(filled(config, keys), 0)
     measured = float((stored[0] - keys[0, 0]).square().sum() / keys.square().sum())
     # the estimate leaves out what the unbiased scale adds: 4% at 3 bits, 13% at 2
-    assert protect.relative_error(WIDTH, bits) == pytest.approx(measured, rel=0.2)
+    assert relative_error(WIDTH, bits) == pytest.approx(measured, rel=0.2)
 
 
 def test_lossless_rows_never_err() -> None:
-    assert protect.relative_error(WIDTH, 32) == 0.0
+    assert relative_error(WIDTH, 32) == 0.0
 
 
 def test_unseen_queries_decide_nothing() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rotaryquant import KVCacheConfig
 from rotaryquant.errors import CacheFileError, ConfigError
+from rotaryquant.formats.codebook import QUANTIZERS
 from rotaryquant.kv.packed import PackedLayer
 from rotaryquant.kv.state import export_layer, merge_layers, restore_layer
 from support.drive import feed, packed_bytes, seen_rows
@@ -16,7 +17,12 @@ from support.models import relative_error
 
 KV_HEADS = 2
 STRICT = KVCacheConfig("strict", sinks=0, tail=0, mean=False, protect=False)
-RULES = {"default": KVCacheConfig(), "no tail": KVCacheConfig(tail=0), "strict": STRICT}
+RULES = {
+    "default": KVCacheConfig(),
+    "no tail": KVCacheConfig(tail=0),
+    "strict": STRICT,
+    "trellis": KVCacheConfig(quantizer="trellis"),
+}
 LENGTHS = [1, 100, 128, 129, 300]
 
 
@@ -119,8 +125,9 @@ def test_a_header_that_promises_other_rows_is_refused() -> None:
         restore_layer(PackedLayer(STRICT, 4), header, tensors)
 
 
-def test_boosted_keys_are_restored_at_their_bits() -> None:
-    config = KVCacheConfig(mean=False, sinks=0)
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_boosted_keys_are_restored_at_their_bits(quantizer: str) -> None:
+    config = KVCacheConfig(mean=False, sinks=0, quantizer=quantizer)
     layer = PackedLayer(config, 4)
     keys, values = rows(1, 200)
     keys[..., :4] += 300.0
@@ -131,7 +138,9 @@ def test_boosted_keys_are_restored_at_their_bits() -> None:
     copy = PackedLayer(config, 4)
     restore_layer(copy, header, tensors)
     assert copy.keys is not None
-    assert copy.keys.format.bits == 8
+    assert (copy.keys.format.bits, copy.keys.format.quantizer) == (8, "scalar")
+    assert copy.values is not None
+    assert copy.values.format.quantizer == quantizer
     assert torch.equal(continued(copy), continued(layer))
 
 

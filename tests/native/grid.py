@@ -40,8 +40,14 @@ def _appends() -> list[Case]:
         for width in WIDTHS
         for bits in BITS
     ]
+    streams += [
+        StreamFormat(name, 80, 3, rule, quantizer="trellis") for name, rule in (("key", "score"), ("value", "value"))
+    ]
     return [
-        append(f"grid, {s.name}, {s.bits} bits of {s.width}", append_packed.Spec(s, _steps(), mean=s.name == "key"))
+        append(
+            f"grid, {s.name}, {s.bits} bits of {s.width}, {s.quantizer}",
+            append_packed.Spec(s, _steps(), mean=s.name == "key"),
+        )
         for s in streams
     ]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from rotaryquant import KVCacheConfig
 from rotaryquant.attention import AttentionOptions, attend
 from rotaryquant.counters import Counters
+from rotaryquant.formats.codebook import relative_error as relative_error_of_codes
 from rotaryquant.kv.packed import PackedLayer
-from rotaryquant.kv.protect import relative_error as relative_error_of_codes
 from rotaryquant.ops.packed_attention import packed_attention
 from rotaryquant.ops.packed_attention import reference as op_reference
 from rotaryquant.ops.rotate import rotate

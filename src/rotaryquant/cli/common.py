@@ -39,7 +39,7 @@ def add_model(made: argparse.ArgumentParser, *, required: bool = False) -> None:
         "--kv",
         metavar="SPEC",
         default="iso3",
-        help="KV cache: fp16, iso3 (default), iso3-strict, iso2, iso4, k4v3, turbo3, or key=value pairs",
+        help="KV cache: fp16, iso3 (default), iso3t, iso3-strict, iso2, iso4, k4v3, turbo3, or key=value pairs",
     )
 
 

@@ -16,6 +16,7 @@ COMMANDS = {
     "inspect": ("inspect_model", "layers and KV bytes of a model, from its headers alone"),
     "kernels": ("kernels", "which kernels can run here, and why others cannot"),
     "doctor": ("doctor", "check this installation and say how to mend it"),
+    "calibrate": ("calibrate", "measure which layers few bits hurt, for --kv ...,calibration=FILE"),
     "eval": ("evaluate", "measure what a packed KV cache costs"),
     "bench": ("bench", "measure how fast it is, against named peers"),
 }
@@ -27,7 +28,7 @@ _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 
 def usage() -> str:
     """The help of the program itself."""
-    lines = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<11}{text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         [
             "usage: rotaryquant COMMAND [OPTIONS]",

@@ -78,9 +78,14 @@ def command_line(command: str, words: Sequence[str]) -> str:
         if word in ("-o", "--output"):
             next(rest, None)
         elif word != "--json" and not word.startswith(("-o", "--output=")):
-            option, equals, value = word.rpartition("=")
-            kept.append(f"{option}{equals}{Path(value).name if Path(value).exists() else value}")
+            kept.append(",".join(map(_without_folder, word.split(","))))
     return shlex.join(["rotaryquant", command, *kept])
+
+
+def _without_folder(part: str) -> str:
+    """A path, or an option with one as its value, by its last part; anything else as it is."""
+    option, equals, value = part.rpartition("=")
+    return f"{option}{equals}{Path(value).name if Path(value).exists() else value}"
 
 
 def _write(prefix: str, outcome: "Outcome") -> None:

@@ -20,7 +20,7 @@ from rotaryquant.counters import Counters
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals.facts import calibrated
 from rotaryquant.evals.inputs import add_model_arguments, load_model
-from rotaryquant.evals.peers import parse_spec
+from rotaryquant.evals.peers import parse_specs
 from rotaryquant.evals.simulated import Simulation, new_cache
 from rotaryquant.evals.statistics import ratio_interval
 from rotaryquant.evals.teacher_forcing import Chunk, packed_chunks, reference_logits, stock_chunks
@@ -227,15 +227,16 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
 
     Raises RotaryQuantError with one clear line for a wrong input.
     """
-    specs = {spec: parse_spec(spec) for spec in args.kv or ["iso3"]}
-    if args.against is not None and args.against not in specs:
+    specs = parse_specs(args.kv or ["iso3"])
+    against = args.against if args.against is None else next(iter(parse_specs([args.against])))
+    if against is not None and against not in specs:
         raise ConfigError(f"--against {args.against!r} must be one of --kv: {', '.join(specs)}")
     measured = measure_text(args, specs, progress, args.reference, args.calibration)
     results = []
     for name in specs:
         row = measured.result(name)
-        if args.against is not None and name != args.against:
-            row["against"] = measured.against(name, args.against)
+        if against is not None and name != against:
+            row["against"] = measured.against(name, against)
         results.append(row)
     data: dict[str, Any] = {**measured.about, "results": results}
     if len(results) == 1:

@@ -16,7 +16,7 @@ from torch import Tensor
 from rotaryquant.config import KVCacheConfig
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals.inputs import add_model_arguments, load_model
-from rotaryquant.evals.peers import parse_spec
+from rotaryquant.evals.peers import parse_specs
 from rotaryquant.evals.simulated import Simulation, new_cache
 from rotaryquant.evals.teacher_forcing import Chunk, packed_chunks, stock_chunks
 from rotaryquant.evals.windows import windows_of
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     contexts = contexts_of(args.context)
     if args.tokens < 1:
         raise ConfigError(f"tokens={args.tokens}: need at least 1")
-    specs = {"fp16": None, **{spec: parse_spec(spec) for spec in args.kv or ["iso3"]}}
+    specs = {"fp16": None, **parse_specs(args.kv or ["iso3"])}
     text = read_text(Path(args.text))
     loaded = load_model(args.model, args.dtype, args.threads)
     windows = {context: windows_of(loaded, text, context, args.tokens) for context in contexts}

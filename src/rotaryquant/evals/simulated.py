@@ -70,7 +70,7 @@ class Peer:
     """A published way to store a KV cache.
 
     source: where it is described. says: in one line, what is done. sinks, tail: first and newest tokens it keeps exact
-    as published. exact_bits: of values in those. make: its codec for a layer.
+    as published. exact_bits: of values in those. make: its codec for a layer. at: the same with other bits.
     """
 
     name: str
@@ -81,6 +81,18 @@ class Peer:
     tail: int = 0
     exact_bits: int = 16
     calibrated: bool = False
+    at: Callable[[Place, int], LayerCodec] | None = None
+
+
+class _Granted:
+    """A peer's codec with the bits of an allocation, which need not be the same for keys and values."""
+
+    def __init__(self, peer: Peer, place: Place, key_bits: int, value_bits: int) -> None:
+        if peer.at is None:
+            raise ConfigError(f"kv={peer.name} has one width of codes; calibration cannot give its layers others")
+        of_keys, of_values = peer.at(place, key_bits), peer.at(place, value_bits)
+        self.key_bits, self.value_bits = of_keys.key_bits, of_values.value_bits
+        self.keys, self.values = of_keys.keys, of_values.values
 
 
 @dataclass(frozen=True)
@@ -105,9 +117,15 @@ class Simulation:
         }
 
         def make_layer(config: KVCacheConfig, layer: int, max_tokens: int | None, slow: Tensor | None) -> PackedLayer:
-            return SimulatedLayer(config, layer, self.peer, places[layer])
+            return SimulatedLayer(config, layer, self.peer, places[layer], self._codec(config, places[layer]))
 
         return PackedCache(text_config(state.model), self.config, make_layer=make_layer)
+
+    def _codec(self, config: KVCacheConfig, place: Place) -> LayerCodec:
+        """As published, or with the bits that an allocation has for the layer."""
+        if self.config.allocation is None:
+            return self.peer.make(place)
+        return _Granted(self.peer, place, config.key_bits, config.value_bits)
 
     def summary(self, count: int) -> str:
         """One line on what is in force in `count` layers."""
@@ -133,10 +151,9 @@ class _Rows:
 class SimulatedLayer(PackedLayer):
     """A layer whose due rows are replaced by what a peer's codec makes of them; sinks stay as they are."""
 
-    def __init__(self, config: KVCacheConfig, layer: int, peer: Peer, place: Place) -> None:
+    def __init__(self, config: KVCacheConfig, layer: int, peer: Peer, place: Place, codec: LayerCodec) -> None:
         super().__init__(config, layer)
-        self._peer, self._place_in_model = peer, place
-        self._codec = peer.make(place)
+        self._peer, self._place_in_model, self._codec = peer, place, codec
 
     def all_staged(self) -> bool:
         """Always: rebuilt rows lie among the exact ones."""

@@ -1,4 +1,4 @@
-"""Codebooks for one coordinate of a uniform unit vector, computed from its density.
+"""Codebooks for one coordinate of a uniform unit vector, computed from its density, and one for a trellis of them.
 
 A coordinate t of a uniform unit vector in R^d has density proportional to (1 - t²)^((d-3)/2); everything
 below is in the units of √d·t, so that its variance is 1.
@@ -16,6 +16,36 @@ Array = NDArray[np.float64]
 #: Bits for which a codebook exists. 32 stores the fp32 value itself: the lossless codec that tests use.
 BITS = (2, 3, 4, 8, 32)
 
+#: How codes become levels: each alone, or each together with the one before it.
+QUANTIZERS = ("scalar", "trellis")
+
+#: Bits for which there is a trellis.
+TRELLIS_BITS = (3,)
+
+#: Columns that make a circle of a trellis: before the first comes the last.
+CYCLE = 16
+
+#: Steps to a level's own in which a trellis counts errors, so that every kernel finds the same path.
+FINE = 4
+
+#: Level of code c after code b at 8b + c, for values of variance 1 in steps of the unit, found by Lloyd's algorithm on
+#: circles of normal numbers (tests/formats/test_codebook.py has one round of it), and the mean squared error they
+#: leave: .649 of that of eight levels that stand alone.
+# fmt: off
+_TRELLIS_LEVELS = (
+    -110,  10, -41,  49,  -6, -66,  26, -25,
+      52,  -1, -62,  29, -19,  76,  12, -43,
+      30, -14,  87,  14, -33,  50,  -1, -89,
+      13, -31,  44,  -1, -53,  27, -15,  64,
+      -4, -52,  22, -17,  60,   9, -32,  36,
+     -22, 109,   5, -44,  37,  -8, -68,  18,
+     -39,  40, -10, -79,  20, -24,  61,   3,
+     -60,  22, -25,  77,   5, -42,  41, -11,
+)
+# fmt: on
+_TRELLIS_UNIT = 0.026232424649325285
+_TRELLIS_ERROR = 0.022415
+
 _GRID_CELLS = 100_000
 _LEVEL_WIDTH = 128  # the integer levels are chosen once, at this width; only their unit follows the width
 
@@ -27,6 +57,9 @@ class Codebook:
     levels: small integers that fit int8, so that products of codes with int8 queries are exact.
     unit: size of one integer step in units of the row's root mean square.
     boundaries: midpoints between levels times unit; ties go up. Empty for 8 and 32 bits.
+
+    Of a trellis, `levels` has 64 entries: code c after code b has level 8·b + c. There are no boundaries, the codes of
+    a circle of 16 columns are chosen together (`ops/quantize`).
     """
 
     bits: int
@@ -109,12 +142,17 @@ def integer_levels(bits: int) -> tuple[int, ...]:
 
 
 @cache
-def codebook(width: int, bits: int) -> Codebook:
+def codebook(width: int, bits: int, quantizer: str = "scalar") -> Codebook:
     """The codebook of `bits` bits for vectors of `width` values.
 
     Up to 4 bits: integer Lloyd-Max levels. 8 bits: the uniform grid -127..127 whose step follows each row's
-    largest magnitude, so it has no fixed unit. Raises ValueError for other bits.
+    largest magnitude, so it has no fixed unit. quantizer: of QUANTIZERS. Raises ValueError for other bits, and for a
+    trellis of other than 3 bits or of a width that is no multiple of CYCLE.
     """
+    if quantizer == "trellis":
+        if bits not in TRELLIS_BITS or width % CYCLE:
+            raise ValueError(f"a trellis has 3 bits and widths that are multiples of {CYCLE}, not {bits} and {width}")
+        return Codebook(bits, width, _TRELLIS_LEVELS, _TRELLIS_UNIT, ())
     if bits not in BITS:
         raise ValueError(f"bits={bits} is unknown; valid: {', '.join(map(str, BITS))}")
     if bits == 8:
@@ -126,3 +164,18 @@ def codebook(width: int, bits: int) -> Codebook:
     unit = _best_unit(width, integers, lloyd_max(width, bits)[-1] / levels[-1])
     boundaries = tuple(float(v) for v in (integers[1:] + integers[:-1]) / 2 * unit)
     return Codebook(bits, width, levels, unit, boundaries)
+
+
+@cache
+def relative_error(width: int, bits: int, quantizer: str = "scalar") -> float:
+    """|k - k̂|² / |k|² expected of a packed row (the codebook's mean squared error)."""
+    if quantizer == "trellis":
+        return _TRELLIS_ERROR
+    if bits == 32:
+        return 0.0
+    if bits == 8:
+        # the step follows the largest of `width` near-normal coordinates: about sqrt(2 ln width) deviations
+        step = math.sqrt(2.0 * math.log(width)) / 127.0
+        return step * step / 12.0
+    book = codebook(width, bits)
+    return mean_squared_error(width, np.array(book.levels, dtype=np.float64) * book.unit)

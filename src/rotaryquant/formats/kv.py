@@ -20,7 +20,7 @@ from rotaryquant.formats import codebook as codebooks
 from rotaryquant.formats import rotation as rotations
 
 #: Version of everything in this file; a reader refuses another one.
-VERSION = 1
+VERSION = 2
 
 #: Positions in a block (DESIGN section 3).
 BLOCK = 128
@@ -47,7 +47,8 @@ class StreamFormat:
     name: "key" or "value". width: values in a row. bits: 2, 3, 4, 8, or 32 for the lossless test codec.
     scale_rule: "score" |y|²/<y,c> (unbiased products), "value" <y,c>/|c|² (least squares), "norm" |y|.
     scale_group: coordinates that share a scale, `width` or 64. mean: whether and whence a mean is subtracted.
-    tau: share of a head's key energy that its mean must carry to be removed.
+    tau: share of a head's key energy that its mean must carry to be removed. quantizer: "scalar", or "trellis", where
+    a code's level depends on the code of the column before it too (`formats.codebook`).
     """
 
     name: str
@@ -62,6 +63,7 @@ class StreamFormat:
     sign_scope: str = "layer_head"
     mean: str = "none"
     tau: float = 0.0
+    quantizer: str = "scalar"
 
     def __post_init__(self) -> None:
         if self.scale_group == 0:
@@ -74,6 +76,7 @@ class StreamFormat:
             ("scale_dtype", SCALE_DTYPES),
             ("sign_scope", SIGN_SCOPES),
             ("mean", MEANS),
+            ("quantizer", codebooks.QUANTIZERS),
             ("scale_group", (self.width, 64)),
         ):
             if (value := getattr(self, field)) not in valid:
@@ -82,6 +85,13 @@ class StreamFormat:
             raise ValueError(
                 f"width={self.width} must be a multiple of 8 and of scale_group={self.scale_group}; "
                 f"leave such a layer at 16 bits with kv=fp16"
+            )
+        if self.quantizer == "trellis" and (
+            self.bits not in codebooks.TRELLIS_BITS or self.scale_group % codebooks.CYCLE
+        ):
+            raise ValueError(
+                f"quantizer=trellis has 3 bits and widths that are multiples of {codebooks.CYCLE}, not {self.bits} "
+                f"bits and width={self.width}; use quantizer=scalar"
             )
 
     @property
@@ -112,11 +122,16 @@ class StreamFormat:
     @property
     def codebook(self) -> codebooks.Codebook:
         """The codebook for this stream; its unit belongs to vectors of `scale_group` values."""
-        return codebooks.codebook(self.scale_group, self.bits)
+        return codebooks.codebook(self.scale_group, self.bits, self.quantizer)
 
     def rotation_source(self, layer: int, head: int) -> tuple[int, int, int]:
         """(layer, head, stream) that seed this head's rotation; all zero under the shared scope."""
         return (0, 0, 0) if self.sign_scope == "shared" else (layer, head, _STREAM_INDEX[self.name])
+
+    def with_bits(self, bits: int) -> "StreamFormat":
+        """The same at another width of codes, which are scalar where there is no trellis of that width."""
+        quantizer = self.quantizer if bits in codebooks.TRELLIS_BITS else "scalar"
+        return dataclasses.replace(self, bits=bits, quantizer=quantizer)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a JSON header."""

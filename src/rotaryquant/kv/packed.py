@@ -7,7 +7,6 @@ blocks. `tail.packed_end` says which tokens are due; when they move is decided h
 """
 
 import logging
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rotaryquant.config import KVCacheConfig
+from rotaryquant.formats.codebook import relative_error
 from rotaryquant.formats.kv import BLOCK
 from rotaryquant.kv import heap, protect
 from rotaryquant.kv.accounting import LayerBits
@@ -135,6 +135,12 @@ class PackedLayer(PackedRows):
         self._query_energy = energy if self._query_energy is None else self._query_energy + energy
         self._query_rows += batch * rows
 
+    def reconfigure(self, config: KVCacheConfig) -> None:
+        """Keep rows differently from now on, with as many sinks. Raises ValueError once rows are packed."""
+        if self.keys is not None or config.sinks != self.config.sinks:
+            raise ValueError(f"layer {self.layer}: packed rows and sinks stay as they were made")
+        self.config, self._due = config, 0
+
     def begin_prefill(self) -> None:
         """Declare that the updates to come are one prompt."""
         self.prefilling = True
@@ -157,7 +163,7 @@ class PackedLayer(PackedRows):
             return 0.0
         if self._key_noise is None:
             packed, correctable = self.keys.format, self.keys.format.bits <= 4 and self.keys.format.groups == 1
-            error = protect.relative_error(packed.width, packed.bits) if correctable else 0.0
+            error = relative_error(packed.width, packed.bits, packed.quantizer) if correctable else 0.0
             self._key_noise = self.config.correct * error
         return self._key_noise
 
@@ -259,7 +265,7 @@ class PackedLayer(PackedRows):
         if self.keys is None:
             assert self.finding is not None
             key_format, value_format = self.config.stream_formats(keys.shape[-1], values.shape[-1])
-            key_format = replace(key_format, bits=self.finding.bits)
+            key_format = key_format.with_bits(self.finding.bits)
             blocks = sum(-(-end // BLOCK) for end in ends)
             self.open_stores(key_format, value_format, keys.shape[1], keys.device, blocks)
 
@@ -280,6 +286,7 @@ class PackedLayer(PackedRows):
             scale=self._scale,
             width=keys.shape[-1],
             bits=bits,
+            quantizer=self.config.quantizer_of(bits),
             limit=self.config.max_logit_error,
             may_boost=self.config.protect and self.keys is None,
         )

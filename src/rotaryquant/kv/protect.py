@@ -7,38 +7,26 @@ ordinary heads whatever their norm and grows with a bias or a massive channel th
 
 import math
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from rotaryquant.errors import UnsupportedModelError
-from rotaryquant.formats.codebook import codebook, mean_squared_error
+from rotaryquant.formats.codebook import relative_error
 
 #: Bits of the keys of a layer that fails at the configured width.
 BOOSTED_BITS = 8
 
 
-@cache
-def relative_error(width: int, bits: int) -> float:
-    """|k - k̂|² / |k|² expected of a packed row (the codebook's mean squared error)."""
-    if bits == 32:
-        return 0.0
-    if bits == 8:
-        # the step follows the largest of `width` near-normal coordinates: about sqrt(2 ln width) deviations
-        step = math.sqrt(2.0 * math.log(width)) / 127.0
-        return step * step / 12.0
-    book = codebook(width, bits)
-    return mean_squared_error(width, torch.tensor(book.levels, dtype=torch.float64).numpy() * book.unit)
-
-
-def logit_error(query_energy: Tensor, key_energy: Tensor, scale: float, width: int, bits: int) -> Tensor:
+def logit_error(
+    query_energy: Tensor, key_energy: Tensor, scale: float, width: int, bits: int, quantizer: str = "scalar"
+) -> Tensor:
     """Expected error of a logit per KV head, in nats, fp32 [num_kv_heads].
 
     query_energy: E|q|² per KV head (the largest of its query heads). key_energy: E|k - mean|² per KV head.
     The direction of the error is independent of q, which gives the factor 1/width.
     """
-    variance = query_energy * key_energy * relative_error(width, bits) / width
+    variance = query_energy * key_energy * relative_error(width, bits, quantizer) / width
     return scale * variance.sqrt()
 
 
@@ -83,6 +71,7 @@ def judge(
     scale: float,
     width: int,
     bits: int,
+    quantizer: str = "scalar",
     limit: float,
     may_boost: bool,
 ) -> Finding:
@@ -93,7 +82,7 @@ def judge(
     """
     if query_energy is None:
         return Finding(layer, 0.0, bits, mean_heads, "kept")
-    error = float(logit_error(query_energy, key_energy, scale, width, bits).max())
+    error = float(logit_error(query_energy, key_energy, scale, width, bits, quantizer).max())
     if error <= limit or not math.isfinite(error):  # the write reports non-finite keys: it knows their head
         return Finding(layer, error, bits, mean_heads, "kept")
     if not may_boost:

@@ -197,7 +197,7 @@ def _check_formats(
 ) -> None:
     """The file's formats must be what this configuration gives; only protection may have raised the keys' bits."""
     wanted = layer.config.stream_formats(formats[0].width, formats[1].width)
-    boosted = dataclasses.replace(wanted[0], bits=formats[0].bits)
+    boosted = wanted[0].with_bits(formats[0].bits)
     expected = (boosted if finding and finding.action == "boosted" else wanted[0], wanted[1])
     for got, want, stored in zip(formats, expected, fingerprints, strict=True):
         for field in dataclasses.fields(StreamFormat):

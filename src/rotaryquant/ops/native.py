@@ -155,6 +155,7 @@ def codec(item: Codec) -> Any:
         group=item.scale_group,
         scale_dtype=_SCALE_NAMES[item.scale_dtype],
         unit=item.unit,
+        trellis=item.trellis,
         levels=item.levels,
         boundaries=item.boundaries,
     )

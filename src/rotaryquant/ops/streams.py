@@ -18,8 +18,9 @@ SCALE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Codec:
     """Tables of one stream's quantiser on one device.
 
-    layout: of sealed strips, "key" or "value". levels: fp32 [2^bits] (256 entries -128..127 at 8 bits, empty at 32).
-    boundaries: fp32 [2^bits - 1] in units of the group's root mean square, empty at 8 and 32 bits.
+    layout: of sealed strips, "key" or "value". levels: fp32 [2^bits] (256 entries -128..127 at 8 bits, empty at 32; of
+    a trellis [64], code c after code b at 8b + c). boundaries: fp32 [2^bits - 1] in units of the group's root mean
+    square, empty at 8 and 32 bits and for a trellis.
     """
 
     layout: str
@@ -31,6 +32,7 @@ class Codec:
     unit: float
     levels: Tensor
     boundaries: Tensor
+    trellis: bool = False
 
     @property
     def groups(self) -> int:
@@ -56,6 +58,7 @@ class Codec:
             book.unit,
             torch.tensor(book.levels, dtype=torch.float32, device=device),
             torch.tensor(book.boundaries, dtype=torch.float32, device=device),
+            stream.quantizer == "trellis",
         )
 
 

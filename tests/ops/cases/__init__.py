@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rotaryquant.formats.codebook import CYCLE, FINE
 from rotaryquant.formats.kv import BLOCK, StreamFormat
 from rotaryquant.ops.quantize import reference as quantize_reference
 from rotaryquant.ops.streams import Codec, PackedStream
@@ -34,13 +35,21 @@ def generator(name: str) -> torch.Generator:
 
 
 def boundary_distance(y: Tensor, codec: Codec) -> Tensor:
-    """Distance of each √g·y_i/‖y‖ of a group from the nearest code boundary; same shape as y."""
+    """Distance of each √g·y_i/‖y‖ of a group from the nearest code boundary; same shape as y.
+
+    Of a trellis: of the circle's closest coordinate from where it is rounded to the other of two integers.
+    """
     z = y.double().unflatten(-1, (codec.groups, codec.scale_group))
     rms = z.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-300)
     if codec.bits == 8:
         step = z.abs().amax(-1, keepdim=True).clamp_min(1e-300) / 127
         fraction = (z / step + 0.5) % 1.0
         distance = torch.minimum(fraction, 1 - fraction) * step / rms
+    elif codec.trellis:
+        step = codec.unit / FINE
+        fraction = (z / rms / step + 0.5) % 1.0
+        circles = (torch.minimum(fraction, 1 - fraction) * step).unflatten(-1, (-1, CYCLE))
+        distance = circles.amin(-1, keepdim=True).expand_as(circles).flatten(-2)
     else:
         distance = (z[..., None] / rms[..., None] - codec.boundaries.double()).abs().amin(-1)
     return distance.flatten(-2)
@@ -62,7 +71,7 @@ def assert_scales_equal(got: Tensor, want: Tensor) -> None:
 
 def boundaries_of(codec: Codec) -> Tensor:
     """Rows [n, width] with every boundary of the codec hit from just below and just above, and ties at zero."""
-    if codec.bits == 8:
+    if codec.bits == 8 or codec.trellis:
         return torch.zeros(0, codec.width)
     offsets = torch.cat([codec.boundaries + 1e-3, codec.boundaries - 1e-3, torch.zeros(1)])
     y = offsets.repeat(-(-codec.width // len(offsets)))[: codec.width]

@@ -264,6 +264,19 @@ SPECS = {
         keys=StreamFormat("key", 24, 8, "score", rotation="so4"),
         values=StreamFormat("value", 24, 8, "value", rotation="so4"),
     ),
+    **{
+        f"trellis of {d}, group {n}": Spec(
+            (513, 100), rows=2, kv_heads=2, group=n, keys=key(d, quantizer="trellis"),
+            values=value(d, quantizer="trellis"), tail=9, sinks=4, key_noise=0.02,
+        )
+        for d, n in ((64, 3), (80, 2), (128, 1), (128, 8), (256, 5))
+    },
+    "trellis, wide": Spec((300,), rows=16, group=4, keys=key(64, quantizer="trellis"), values=value()),
+    "trellis of values": Spec((257,), rows=2, group=3, keys=key(64, 4), values=value(64, quantizer="trellis")),
+    "trellis, groups of 64": Spec(
+        (257,), group=3, keys=key(scale_group=64, quantizer="trellis"),
+        values=value(scale_group=64, quantizer="trellis"),
+    ),
     "wide layout, width 80": Spec((257,), rows=10, group=4, keys=key(80), values=value(96)),
     "k 4 bits of 192, v 2 bits of 128": Spec((257,), group=3, keys=key(192, 4), values=value(128, 2)),
     "k 8 bits of 64, v 3 bits of 512": Spec((257,), group=2, keys=key(64, 8), values=value(512, 3)),

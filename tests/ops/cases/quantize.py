@@ -1,10 +1,12 @@
 """Quantization at every bit count, scale rule, scale group and scale type."""
 
+import dataclasses
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from rotaryquant.formats.codebook import CYCLE
 from rotaryquant.formats.kv import StreamFormat
 from rotaryquant.ops.quantize import quantize
 from rotaryquant.ops.streams import Codec
@@ -45,6 +47,10 @@ def compare(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], *, name: st
     assert bool(torch.isfinite(got[1].float()).all())
 
 
+def _case(name: str, stream: StreamFormat) -> Case:
+    return Case(name, partial(run, name=name, stream=stream), partial(compare, name=name, stream=stream))
+
+
 def _cases() -> list[Case]:
     cases = []
     for width in WIDTHS:
@@ -54,7 +60,10 @@ def _cases() -> list[Case]:
             dtype = ("bf16", "fp16")[len(cases) // 2 % 2]
             name = f"{width}-{bits} bits-{rule}-group {group}-{dtype}"
             stream = StreamFormat("key", width, bits, rule, scale_group=group, scale_dtype=dtype)
-            cases.append(Case(name, partial(run, name=name, stream=stream), partial(compare, name=name, stream=stream)))
+            cases.append(_case(name, stream))
+            if bits == 3 and group % CYCLE == 0:
+                name += "-trellis"
+                cases.append(_case(name, dataclasses.replace(stream, quantizer="trellis")))
     return cases
 
 

@@ -23,9 +23,8 @@ def _peer(bits: int) -> Peer:
     def make(place: Place) -> _Groups:
         return _Groups(bits, place.width)
 
-    return Peer(
-        f"int{bits}", "MLX affine, group 64", f"{bits}-bit uniform codes, fp16 step and zero per 64 values", make
-    )
+    says = f"{bits}-bit uniform codes, fp16 step and zero per 64 values"
+    return Peer(f"int{bits}", "MLX affine, group 64", says, make, at=lambda place, bits: _Groups(bits, place.width))
 
 
 PEERS = [_peer(bits) for bits in (2, 3, 4, 8)]

@@ -27,7 +27,7 @@ def _peer(bits: int) -> Peer:
 
     says = f"{bits}-bit uniform codes, keys per channel and 32 tokens, values per token and 32 channels"
     # a residual of 128 tokens: our tail of t keeps t + 16.5 on average
-    return Peer(f"kivi{bits}", "KIVI, arXiv 2402.02750", says, make, tail=112)
+    return Peer(f"kivi{bits}", "KIVI, arXiv 2402.02750", says, make, tail=112, at=lambda place, bits: _Kivi(bits))
 
 
 PEERS = [_peer(bits) for bits in (2, 4)]

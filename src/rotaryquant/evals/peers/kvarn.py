@@ -27,10 +27,11 @@ def _size(x: Tensor, dim: int) -> Tensor:
 
 
 class _Kvarn:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, bits: tuple[int, int], place: Place) -> None:
+        self._bits = bits
         # a step and a zero per row, a scale per row, a scale per column of a tile
         beside = 48 / place.width + 16 / _TILE
-        self.key_bits, self.value_bits = _KEY_BITS + beside, _VALUE_BITS + beside
+        self.key_bits, self.value_bits = bits[0] + beside, bits[1] + beside
         self._by = [
             rotation("hadamard", place.width, place.index, place.num_kv_heads, stream) for stream in ("key", "value")
         ]
@@ -43,10 +44,10 @@ class _Kvarn:
         return turned(torch.cat(tiles, 1), self._by[which], back=True)
 
     def keys(self, rows: Tensor) -> Tensor:
-        return self._rebuild(rows, 0, _KEY_BITS)
+        return self._rebuild(rows, 0, self._bits[0])
 
     def values(self, rows: Tensor) -> Tensor:
-        return self._rebuild(rows, 1, _VALUE_BITS)
+        return self._rebuild(rows, 1, self._bits[1])
 
 
 PEERS = [
@@ -54,8 +55,9 @@ PEERS = [
         "kvarn-k4v2",
         "KVarN, arXiv 2606.03458",
         "Hadamard, variance balanced over both axes of a tile, uniform codes, keys at 4 bits and values at 2",
-        _Kvarn,
+        lambda place: _Kvarn((_KEY_BITS, _VALUE_BITS), place),
         sinks=4,
         tail=112,
+        at=lambda place, bits: _Kvarn((bits, bits), place),
     )
 ]

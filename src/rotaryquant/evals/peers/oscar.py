@@ -32,23 +32,23 @@ def rotation_of(moment: Tensor) -> Tensor:
 
 
 class _Oscar:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, bits: int, place: Place) -> None:
         assert place.facts is not None
-        self.key_bits = self.value_bits = _BITS + 32 / place.width
+        self._bits = bits
+        self.key_bits = self.value_bits = bits + 32 / place.width
         self._turns = rotation_of(place.facts.query_moment), rotation_of(place.facts.value_moment)
         rows = place.facts.keys[:, :_FITTED_ROWS], place.facts.values[:, :_FITTED_ROWS]
         self._clips = [self._best_clip(part @ turn) for part, turn in zip(rows, self._turns, strict=True)]
 
-    @staticmethod
-    def _best_clip(rows: Tensor) -> float:
+    def _best_clip(self, rows: Tensor) -> float:
         def error(clip: float) -> float:
-            return float((ranged(rows, _BITS, rows.shape[-1], clip=clip) - rows).square().sum())
+            return float((ranged(rows, self._bits, rows.shape[-1], clip=clip) - rows).square().sum())
 
         return min(_CLIPS, key=error)
 
     def _rebuild(self, rows: Tensor, which: int) -> Tensor:
         turn = self._turns[which]
-        return ranged(rows @ turn, _BITS, rows.shape[-1], clip=self._clips[which]) @ turn.transpose(-1, -2)
+        return ranged(rows @ turn, self._bits, rows.shape[-1], clip=self._clips[which]) @ turn.transpose(-1, -2)
 
     def keys(self, rows: Tensor) -> Tensor:
         return self._rebuild(rows, 0)
@@ -62,9 +62,10 @@ PEERS = [
         "oscar2",
         "OSCAR, arXiv 2605.17757",
         "calibrated rotations, 2-bit uniform codes with a fitted clip",
-        _Oscar,
+        lambda place: _Oscar(_BITS, place),
         sinks=64,
         tail=240,
         calibrated=True,
+        at=lambda place, bits: _Oscar(bits, place),
     )
 ]

@@ -25,7 +25,7 @@ def _peer(bits: int) -> Peer:
         return _Quarot(bits, place)
 
     says = f"Hadamard, {bits}-bit uniform codes over {_CLIP} of a row's range, fp16 step and zero per row"
-    return Peer(f"quarot{bits}", "QuaRot, arXiv 2404.00456", says, make)
+    return Peer(f"quarot{bits}", "QuaRot, arXiv 2404.00456", says, make, at=lambda place, bits: _Quarot(bits, place))
 
 
 PEERS = [_peer(bits) for bits in (3, 4)]

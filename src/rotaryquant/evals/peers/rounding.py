@@ -1,10 +1,31 @@
 """Roundings that several peers share. All take and return fp32 tensors; scales are rounded to what would be stored."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from rotaryquant.evals.simulated import LayerCodec, Place
 from rotaryquant.formats.kv import StreamFormat
 from rotaryquant.ops.rotate import Rotation, build_rotation, rotate
+
+
+class EightBits:
+    """Rows at 8 bits, for peers whose own codes do not go there: uniform, step and zero per row."""
+
+    def __init__(self, width: int) -> None:
+        self.key_bits = self.value_bits = 8 + 32 / width
+
+    def keys(self, rows: Tensor) -> Tensor:
+        """Keys as they come back."""
+        return ranged(rows, 8, rows.shape[-1])
+
+    values = keys
+
+
+def at_most_four(make: Callable[[int, Place], LayerCodec], bits: int, place: Place) -> LayerCodec:
+    """A peer's codec at up to 4 bits, plain integers at 8."""
+    return make(bits, place) if bits <= 4 else EightBits(place.width)
 
 
 def half(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rotaryquant.evals.peers.rounding import half, rotation, turned
+from rotaryquant.evals.peers.rounding import at_most_four, half, rotation, turned
 from rotaryquant.evals.simulated import Peer, Place
 
 _WINDOW = 9
@@ -89,4 +89,12 @@ def _make(place: Place) -> _Trellis:
     return _Trellis(3, place)
 
 
-PEERS = [Peer("tcq3", "TCQ, buun-llama-cpp", "Hadamard, 3-bit trellis of 512 states, fp16 scale per row", _make)]
+PEERS = [
+    Peer(
+        "tcq3",
+        "TCQ, buun-llama-cpp",
+        "Hadamard, 3-bit trellis of 512 states, fp16 scale per row",
+        _make,
+        at=lambda place, bits: at_most_four(_Trellis, bits, place),
+    )
+]

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from rotaryquant.evals.peers.rounding import half, nearest, rotation, turned, unit_rows
+from rotaryquant.evals.peers.rounding import at_most_four, half, nearest, rotation, turned, unit_rows
 from rotaryquant.evals.simulated import Peer, Place
 from rotaryquant.formats.codebook import lloyd_max
 
@@ -52,5 +52,6 @@ PEERS = [
         "TurboQuant for inner products, arXiv 2504.19874",
         "dense rotation, keys at 2 bits and a sign of a random projection of the residual, values at 3",
         _make,
+        at=lambda place, bits: at_most_four(_Residual, bits, place),
     )
 ]

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rotaryquant.evals.peers.rounding import rotation, turned
+from rotaryquant.evals.peers.rounding import at_most_four, rotation, turned
 from rotaryquant.evals.simulated import Peer, Place
 
 _SAMPLES, _ROUNDS = 200_000, 60
@@ -66,5 +66,6 @@ PEERS = [
         _make,
         tail=112,
         exact_bits=8,
+        at=lambda place, bits: at_most_four(_Pairs, bits, place),
     )
 ]

@@ -5,7 +5,7 @@ first and last two layers left alone.
 import torch
 from torch import Tensor
 
-from rotaryquant.evals.peers.rounding import nearest, ranged, rotation, turned, unit_rows
+from rotaryquant.evals.peers.rounding import at_most_four, nearest, ranged, rotation, turned, unit_rows
 from rotaryquant.evals.simulated import LayerCodec, Peer, Place
 from rotaryquant.formats.codebook import lloyd_max
 
@@ -22,9 +22,10 @@ class _Exact:
 
 
 class _Vllm:
-    def __init__(self, place: Place) -> None:
-        self.key_bits, self.value_bits = _BITS + 16 / place.width, _BITS + 32 / place.width
-        self._levels = torch.tensor(lloyd_max(place.width, _BITS)).float()
+    def __init__(self, bits: int, place: Place) -> None:
+        self._bits = bits
+        self.key_bits, self.value_bits = bits + 16 / place.width, bits + 32 / place.width
+        self._levels = torch.tensor(lloyd_max(place.width, bits)).float()
         self._by = rotation("hadamard", place.width, place.index, place.num_kv_heads, "key", signs=False)
 
     def keys(self, rows: Tensor) -> Tensor:
@@ -32,12 +33,12 @@ class _Vllm:
         return turned(nearest(units, self._levels) * scale, self._by, back=True)
 
     def values(self, rows: Tensor) -> Tensor:
-        return ranged(rows, _BITS, rows.shape[-1])
+        return ranged(rows, self._bits, rows.shape[-1])
 
 
 def _make(place: Place) -> LayerCodec:
     ends = place.index < _SKIPPED or place.index >= place.count - _SKIPPED
-    return _Exact() if ends else _Vllm(place)
+    return _Exact() if ends else _Vllm(_BITS, place)
 
 
 PEERS = [
@@ -46,5 +47,6 @@ PEERS = [
         "vLLM turboquant_3bit_nc",
         "Hadamard and 3-bit Lloyd-Max keys, 3-bit uniform values as they are, first and last two layers at 16 bits",
         _make,
+        at=lambda place, bits: at_most_four(_Vllm, bits, place),
     )
 ]

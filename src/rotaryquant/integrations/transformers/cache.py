@@ -159,7 +159,7 @@ class PackedCache(Cache):
         layers: list[Any] = []
         for index, (kind, extra) in enumerate(zip(types, kwargs, strict=True)):
             if kind == "full_attention":
-                layers.append(_packed_layer(kv, index, max_tokens, (slow or {}).get(index), make_layer))
+                layers.append(_packed_layer(kv.of_layer(index), index, max_tokens, (slow or {}).get(index), make_layer))
             elif max_tokens is None:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**extra))
             else:

@@ -1,13 +1,11 @@
 """A cache in a file: everything that says what its bytes mean travels with them, and a reader checks all of it."""
 
-import hashlib
 import json
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -17,21 +15,10 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 from rotaryquant.errors import CacheFileError, RotaryQuantError
 from rotaryquant.formats.kv import VERSION
 from rotaryquant.integrations.transformers.cache import PackedCache, PackedCacheLayer
-from rotaryquant.integrations.transformers.geometry import text_config
+from rotaryquant.integrations.transformers.fingerprint import model_fingerprint
 from rotaryquant.kv.state import export_layer, restore_layer
 
 _FORMAT = "rotaryquant-kv"
-_SAMPLED_BYTES = 4096
-
-
-def model_fingerprint(model: PreTrainedModel) -> str:
-    """Hash of a model's configuration and of the first bytes of each of its parameters."""
-    digest = hashlib.sha256(json.dumps(text_config(model).to_dict(), sort_keys=True, default=str).encode())
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().reshape(-1)[: _SAMPLED_BYTES // parameter.element_size()]
-        digest.update(name.encode())
-        digest.update(flat.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def save_cache(path: str | Path, model: PreTrainedModel, cache: PackedCache, token_ids: Tensor) -> None:

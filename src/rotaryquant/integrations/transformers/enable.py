@@ -10,10 +10,12 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from rotaryquant.allocation import Allocation
 from rotaryquant.config import KVCacheConfig, parse_kv
-from rotaryquant.errors import ConfigError
+from rotaryquant.errors import CalibrationError, ConfigError
 from rotaryquant.integrations.transformers import attention, masks
 from rotaryquant.integrations.transformers.cache import PackedCache
+from rotaryquant.integrations.transformers.fingerprint import checkpoint_fingerprint
 from rotaryquant.integrations.transformers.geometry import LayerGeometry, check_supported, read_geometry, text_config
 from rotaryquant.integrations.transformers.report import Report, build_report
 from rotaryquant.integrations.transformers.rope import slow_coordinates
@@ -80,9 +82,11 @@ def enable(model: PreTrainedModel, kv: str | KVCacheConfig = "iso3") -> EnabledM
     if not any(layer.packable for layer in geometry):
         kinds = sorted({layer.layer_type for layer in geometry})
         raise ConfigError(f"kv={config.name}: no layer of this model can be packed, its layers are {', '.join(kinds)}")
+    if config.allocation is not None:
+        _check_allocation(model, config.name, config.allocation)
     for layer in geometry:
         if layer.packable:
-            _check_rotation(config, layer)
+            _check_rotation(config.of_layer(layer.index), layer)
     slow = slow_coordinates(model, geometry, config.mean_period) if config.mean else {}
     disable(model)
     attention.register()
@@ -115,6 +119,15 @@ def enabled(model: PreTrainedModel, kv: str | KVCacheConfig = "iso3") -> Iterato
         yield state
     finally:
         disable(model)
+
+
+def _check_allocation(model: PreTrainedModel, name: str, allocation: Allocation) -> None:
+    """Raise CalibrationError where the bits of each layer were chosen for another checkpoint."""
+    if (own := checkpoint_fingerprint(model)) != allocation.model:
+        raise CalibrationError(
+            f"kv={name}: calibrated for a checkpoint with fingerprint {allocation.model}, this one has {own}; run "
+            f"`rotaryquant calibrate` on it"
+        )
 
 
 def _check_rotation(config: KVCacheConfig, layer: LayerGeometry) -> None:

@@ -35,7 +35,7 @@ class Footprint:
         total = 0
         for layer in self.layers:
             if layer.packable:
-                formats = self.kv.stream_formats(layer.head_dim, layer.head_dim)
+                formats = self.kv.of_layer(layer.index).stream_formats(layer.head_dim, layer.head_dim)
                 total += layer.num_kv_heads * sum(stream.row_bytes for stream in formats)
         return total
 
@@ -82,7 +82,7 @@ class Footprint:
         return self.exact_per_token() * tokens * element_bytes // _EXACT_BYTES
 
     def _layer_bits(self, layer: LayerGeometry, kv: KVCacheConfig) -> LayerBits:
-        keys, values = kv.stream_formats(layer.head_dim, layer.head_dim)
+        keys, values = kv.of_layer(layer.index).stream_formats(layer.head_dim, layer.head_dim)
         means = layer.num_kv_heads * layer.head_dim if kv.mean else 0
         return LayerBits(keys, values, layer.num_kv_heads, kv.sinks, kv.tail, means)
 

@@ -82,13 +82,16 @@ def build_report(kv: KVCacheConfig, geometry: list[LayerGeometry], cache: Packed
                 )
             )  # fmt: skip
             continue
-        keys, values = kv.stream_formats(layer.head_dim, layer.head_dim)
+        own = kv.of_layer(layer.index)
+        keys, values = own.stream_formats(layer.head_dim, layer.head_dim)
         note = ""
         if packed is not None and packed.keys is not None:
             keys = packed.keys.format
             if packed.finding is not None and packed.finding.action != "kept":
                 found = packed.finding
-                note = f"{found.action}: keys would err by {found.logit_error:.2g} nats per logit at {kv.key_bits} bits"
+                note = (
+                    f"{found.action}: keys would err by {found.logit_error:.2g} nats per logit at {own.key_bits} bits"
+                )
                 note += f", kept at {found.bits}" if found.action == "boosted" else ""
         layers.append(
             LayerReport(

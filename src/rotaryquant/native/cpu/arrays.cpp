@@ -145,7 +145,8 @@ Rotation Rotations::tables() const {
 }
 
 Codec make_codec(const std::string& layout, int64_t width, int64_t bits, const std::string& rule, int64_t group,
-                 const std::string& scale_dtype, double unit, const Array& levels, const Array& boundaries) {
+                 const std::string& scale_dtype, double unit, bool trellis, const Array& levels,
+                 const Array& boundaries) {
   Codec c;
   require(width >= 8 && width <= kMaxWidth && width % 8 == 0, "codec: width is out of range");
   require(bits == 2 || bits == 3 || bits == 4 || bits == 8, "codec: bits must be 2, 3, 4 or 8");
@@ -160,7 +161,10 @@ Codec make_codec(const std::string& layout, int64_t width, int64_t bits, const s
   require(scale_dtype == "bf16" || scale_dtype == "fp16", "codec: scale_dtype must be bf16 or fp16");
   c.scale_dtype = scale_dtype == "bf16" ? Dtype::bf16 : Dtype::f16;
   c.unit = static_cast<float>(unit);
-  const int64_t count = int64_t{1} << bits;
+  require(!trellis || (bits == 3 && width % 16 == 0), "codec: a trellis has 3 bits and widths that are multiples of 16");
+  require(!trellis || unit > 0, "codec: a trellis has a unit above 0");
+  c.trellis = trellis;
+  const int64_t count = trellis ? 64 : int64_t{1} << bits;
   const float* level = levels.of_type("codec: levels", Dtype::f32).of_shape("codec: levels", {count})
                            .contiguous("codec: levels").at<const float>();
   if (bits == 8) {
@@ -169,10 +173,16 @@ Codec make_codec(const std::string& layout, int64_t width, int64_t bits, const s
     }
     return c;
   }
+  std::copy(level, level + count, c.levels);
+  if (trellis) {
+    for (int64_t i = 0; i < count; i++) {
+      require(level[i] == std::floor(level[i]) && std::abs(level[i]) <= 127, "codec: levels must be small integers");
+    }
+    return c;
+  }
   const float* bound = boundaries.of_type("codec: boundaries", Dtype::f32)
                            .of_shape("codec: boundaries", {count - 1}).contiguous("codec: boundaries")
                            .at<const float>();
-  std::copy(level, level + count, c.levels);
   std::copy(bound, bound + count - 1, c.boundaries);
   return c;
 }

@@ -69,7 +69,8 @@ struct Rotations {
 };
 
 Codec make_codec(const std::string& layout, int64_t width, int64_t bits, const std::string& rule, int64_t group,
-                 const std::string& scale_dtype, double unit, const Array& levels, const Array& boundaries);
+                 const std::string& scale_dtype, double unit, bool trellis, const Array& levels,
+                 const Array& boundaries);
 
 // Slabs of packed rows, with the lists of their addresses.
 struct Slabs {

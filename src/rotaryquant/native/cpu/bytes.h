@@ -1,6 +1,7 @@
 // Vectors of bytes: levels of codes by table, and exact products of four signed bytes at a time.
 #pragma once
 
+#include "kernels.h"
 #include "simd.h"
 
 namespace rq {
@@ -120,28 +121,30 @@ struct LevelTable {
   // Indexed by six bits, of which at[f] uses field f.
   __m512i at[3];
 #else
-  uint8_t entries[16];
+  uint8_t entries[64];
 #endif
 };
 
-template <int BITS>
+template <int KIND>
 RQ_INLINE LevelTable make_level_table(const float* levels, int bias) {
   LevelTable table;
   table.bias = (uint8_t)bias;
-  if (BITS == 8) return table;
+  if (KIND == 8) return table;
+  uint8_t entries[64];
+  for (int i = 0; i < 64; i++) entries[i] = (uint8_t)((int)levels[KIND == kTrellis ? i : i % (1 << KIND)] + bias);
 #if RQ_LANES == 16
-  uint8_t count[64], entries[64];
-  for (int i = 0; i < 64; i++) {
-    count[i] = (uint8_t)i;
-    entries[i] = (uint8_t)((int)levels[i % (1 << BITS)] + bias);
-  }
+  uint8_t count[64];
+  for (int i = 0; i < 64; i++) count[i] = (uint8_t)i;
   const vb index = load_bytes(count), all = load_bytes(entries);
   RQ_UNROLL for (int t = 0; t < 3; t++) {
-    const vb code = (index >> (uint8_t)(BITS * t)) & (uint8_t)((1 << BITS) - 1);
+    // a trellis has its second table for fields that hold the predecessor below the code
+    const vb code = KIND != kTrellis ? (index >> (uint8_t)(kBits<KIND> * t)) & (uint8_t)((1 << kBits<KIND>) - 1)
+                    : t == 1         ? ((index & (uint8_t)7) << (uint8_t)3) | (index >> (uint8_t)3)
+                                     : index;
     table.at[t] = _mm512_permutexvar_epi8((__m512i)code, (__m512i)all);
   }
 #else
-  for (int i = 0; i < 16; i++) table.entries[i] = (uint8_t)((int)levels[i % (1 << BITS)] + bias);
+  memcpy(table.entries, entries, sizeof entries);
 #endif
   return table;
 }
@@ -165,6 +168,36 @@ RQ_INLINE vb look_up(const LevelTable& table, vb codes) {
   vb levels;
   memcpy(&levels, words, 16);
   return levels;
+#endif
+}
+
+// Entries of six-bit indices.
+RQ_INLINE vb look_up_64(const LevelTable& table, vb index) {
+#if RQ_LANES == 16
+  return look_up(table, index);
+#elif RQ_LANES == 8
+  const __m256i at = (__m256i)index, fourth = _mm256_slli_epi16(at, 3), fifth = _mm256_slli_epi16(at, 2);
+  __m256i part[4];
+  RQ_UNROLL for (int i = 0; i < 4; i++) {
+    const __m128i entries = _mm_loadu_si128((const __m128i*)(table.entries + 16 * i));
+    part[i] = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), at);
+  }
+  const __m256i low = _mm256_blendv_epi8(part[0], part[1], fourth), high = _mm256_blendv_epi8(part[2], part[3], fourth);
+  return (vb)_mm256_blendv_epi8(low, high, fifth);
+#elif defined(__SSE4_1__)
+  const __m128i at = (__m128i)index, fourth = _mm_slli_epi16(at, 3), fifth = _mm_slli_epi16(at, 2);
+  __m128i part[4];
+  RQ_UNROLL for (int i = 0; i < 4; i++) {
+    part[i] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)(table.entries + 16 * i)), at);
+  }
+  const __m128i low = _mm_blendv_epi8(part[0], part[1], fourth), high = _mm_blendv_epi8(part[2], part[3], fourth);
+  return (vb)_mm_blendv_epi8(low, high, fifth);
+#elif defined(__aarch64__)
+  const uint8x16x4_t entries = {{vld1q_u8(table.entries), vld1q_u8(table.entries + 16), vld1q_u8(table.entries + 32),
+                                 vld1q_u8(table.entries + 48)}};
+  return (vb)vqtbl4q_u8(entries, (uint8x16_t)index);
+#else
+  return look_up(table, index);
 #endif
 }
 

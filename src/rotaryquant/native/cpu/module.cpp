@@ -228,7 +228,8 @@ NB_MODULE(_native, m) {
                const OptionalArray&>(),
       "width"_a, "heads"_a, "power"_a, "base"_a, "signs"_a.none(), "blocks"_a.none(), "matrix"_a.none());
   nb::class_<Codec>(m, "Codec");
-  m.def("codec", &make_codec, "layout"_a, "width"_a, "bits"_a, "rule"_a, "group"_a, "scale_dtype"_a, "unit"_a, "levels"_a,
+  m.def("codec", &make_codec, "layout"_a, "width"_a, "bits"_a, "rule"_a, "group"_a, "scale_dtype"_a, "unit"_a,
+        "trellis"_a, "levels"_a,
         "boundaries"_a);
   nb::class_<Slabs>(m, "Stream").def(
       nb::init<const Codec&, int64_t, const std::vector<Array>&, const std::vector<Array>&>(), "codec"_a,

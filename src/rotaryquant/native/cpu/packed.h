@@ -57,12 +57,13 @@ RQ_INLINE void round_queries(const Tile& t) {
   }
 }
 
-#define RQ_FOR_BITS(bits, CALL) \
-  switch (bits) {               \
-    case 2: CALL(2); break;     \
-    case 3: CALL(3); break;     \
-    case 4: CALL(4); break;     \
-    default: CALL(8);           \
+#define RQ_FOR_KIND(kind, CALL)           \
+  switch (kind) {                         \
+    case 2: CALL(2); break;               \
+    case 3: CALL(3); break;               \
+    case 4: CALL(4); break;               \
+    case kTrellis: CALL(kTrellis); break; \
+    default: CALL(8);                     \
   }
 
 RQ_INLINE void attend_packed(const Tile& t, Span& s) {
@@ -70,11 +71,11 @@ RQ_INLINE void attend_packed(const Tile& t, Span& s) {
   const Codec &keys = args.keys.codec, &values = args.values.codec;
   const int64_t packed_len = args.packed_lens[t.unit->batch];
   round_queries(t);
-#define RQ_CALL(BITS) *t.key_table = make_level_table<BITS>(keys.levels, kLevelBias)
-  RQ_FOR_BITS(keys.bits, RQ_CALL)
+#define RQ_CALL(KIND) *t.key_table = make_level_table<KIND>(keys.levels, kLevelBias)
+  RQ_FOR_KIND(keys.kind(), RQ_CALL)
 #undef RQ_CALL
-#define RQ_CALL(BITS) *t.value_table = make_level_table<BITS>(values.levels, 0)
-  RQ_FOR_BITS(values.bits, RQ_CALL)
+#define RQ_CALL(KIND) *t.value_table = make_level_table<KIND>(values.levels, 0)
+  RQ_FOR_KIND(values.kind(), RQ_CALL)
 #undef RQ_CALL
   // Only keys that some query of the tile may see.
   int64_t begin = args.num_sinks, end = packed_len;
@@ -92,14 +93,14 @@ RQ_INLINE void attend_packed(const Tile& t, Span& s) {
     if (masked) {
       for (int64_t k = 0; k < blocks * kBlock; k++) s.positions[k] = (int32_t)(i * kBlock + k);
     }
-#define RQ_CALL(BITS) score_span<BITS>(t, s)
-    RQ_FOR_BITS(keys.bits, RQ_CALL)
+#define RQ_CALL(KIND) score_span<KIND>(t, s)
+    RQ_FOR_KIND(keys.kind(), RQ_CALL)
 #undef RQ_CALL
     float scales[kSpan];
     row_scales(args.values, s.value_scales, s, 0, scales);
     packed_softmax(t, s, scales, masked);
-#define RQ_CALL(BITS) add_span<BITS>(t, s)
-    RQ_FOR_BITS(values.bits, RQ_CALL)
+#define RQ_CALL(KIND) add_span<KIND>(t, s)
+    RQ_FOR_KIND(values.kind(), RQ_CALL)
 #undef RQ_CALL
   }
 }

@@ -123,17 +123,17 @@ RQ_INLINE void value_products(const uint8_t* levels, int64_t strips, const uint8
 // two loops. Worth it where no later pass needs the levels again; only this instruction set has registers enough.
 
 // dots[r][row] as above, over all columns of one sealed strip of `chunks` chunks.
-template <int BITS, int NR>
+template <int KIND, int NR>
 RQ_INLINE void key_code_products(const LevelTable& table, const uint8_t* codes, int64_t chunks, const uint8_t* q,
                                  int64_t stride, const int32_t* bias, Ahead ahead, int32_t* dots) {
-  constexpr int NU = NR <= 2 ? 4 : NR <= 4 ? 2 : 1;
+  constexpr int BITS = kBits<KIND>, NU = NR <= 2 ? 4 : NR <= 4 ? 2 : 1;
   vi acc[NU][NR][2] = {};
   RQ_UNROLL for (int r = 0; r < NR; r++) acc[0][r][0] = acc[0][r][1] = splat_i32(bias[r]);
   for (int64_t chunk = 0; chunk < chunks; chunk++, codes += chunk_bytes(BITS)) {
     const Planes<BITS> planes = load_planes<BITS>(codes);
     RQ_UNROLL for (int quad = 0; quad < 4; quad++) {
-      const vb upper = (vb)level_vector<BITS>(table, planes, 2 * quad);
-      const vb lower = (vb)level_vector<BITS>(table, planes, 2 * quad + 1);
+      const vb upper = (vb)level_vector<KIND, true>(table, planes, 2 * quad);
+      const vb lower = (vb)level_vector<KIND, true>(table, planes, 2 * quad + 1);
       fetch(ahead, 4 * chunk + quad);
       RQ_UNROLL for (int r = 0; r < NR; r++) {
         const int32_t four = four_bytes(q, stride, r, 4 * chunk + quad);
@@ -153,11 +153,11 @@ RQ_INLINE void key_code_products(const LevelTable& table, const uint8_t* codes, 
 
 // sums[r][chunk][column] as above, from NC chunks at `offset` bytes of each of `strips` sealed strips. next: what will
 // be read after these, the chunks of kAheadStrips strips.
-template <int BITS, int NR, int NC>
+template <int KIND, int NR, int NC>
 RQ_INLINE void value_code_products(const LevelTable& table, const uint8_t* const* codes, int64_t offset, int64_t strips,
                                    const uint8_t* p, int64_t stride, const uint8_t* const* next, int64_t next_offset,
                                    int32_t* sums) {
-  constexpr int NU = NR * NC <= 2 ? 4 : NR * NC <= 6 ? 2 : 1;
+  constexpr int BITS = kBits<KIND>, NU = NR * NC <= 2 ? 4 : NR * NC <= 6 ? 2 : 1;
   vi acc[NU][NR][NC] = {};
   for (int64_t strip = 0; strip < strips; strip++) {
     const uint8_t* chunks = codes[strip] + offset;
@@ -167,7 +167,7 @@ RQ_INLINE void value_code_products(const LevelTable& table, const uint8_t* const
     RQ_UNROLL for (int c = 0; c < NC; c++) planes[c] = load_planes<BITS>(chunks + c * chunk_bytes(BITS));
     RQ_UNROLL for (int v = 0; v < kChunkVectors; v++) {
       vb level[NC];
-      RQ_UNROLL for (int c = 0; c < NC; c++) level[c] = (vb)level_vector<BITS>(table, planes[c], v);
+      RQ_UNROLL for (int c = 0; c < NC; c++) level[c] = (vb)level_vector<KIND, false>(table, planes[c], v);
       fetch(ahead, v);
       if (NC * BITS * 8 > 64) fetch({ahead.from + 32 * NC * BITS / 8, ahead.per_step}, v);
       RQ_UNROLL for (int r = 0; r < NR; r++) {

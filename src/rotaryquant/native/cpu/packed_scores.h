@@ -7,7 +7,7 @@ namespace rq {
 namespace RQ_ISA {
 
 // dots[r][row] of a strip and `rows` query rows from `first` on; t.levels holds the strip unless `direct`.
-template <int BITS>
+template <int KIND>
 RQ_INLINE void strip_dots(const Tile& t, const Span& s, int64_t strip, int64_t first, int64_t rows, bool direct,
                           int32_t* dots) {
   const int64_t stride = 4 * t.key_columns;
@@ -16,9 +16,9 @@ RQ_INLINE void strip_dots(const Tile& t, const Span& s, int64_t strip, int64_t f
   const uint8_t* q = t.q_high + first * t.key_columns;
   const int32_t* bias = t.q_high_bias + first;
 #if RQ_LANES == 16
-  if (BITS <= 4 && direct) {
+  if (kBits<KIND> <= 4 && direct) {
     const int64_t chunks = t.key_columns / kChunkColumns;
-#define RQ_CALL(NR) key_code_products<BITS, NR>(*t.key_table, s.key_strips[strip], chunks, q, stride, bias, ahead, dots)
+#define RQ_CALL(NR) key_code_products<KIND, NR>(*t.key_table, s.key_strips[strip], chunks, q, stride, bias, ahead, dots)
     RQ_FOR_ROWS(rows, RQ_CALL)
 #undef RQ_CALL
     return;
@@ -33,7 +33,7 @@ RQ_INLINE void strip_dots(const Tile& t, const Span& s, int64_t strip, int64_t f
 
 // Logits of one strip where each row has one scale and queries one byte. NOISY: half the variance of the codes'
 // noise, which is never negative, is taken off.
-template <int BITS, bool NOISY>
+template <int KIND, bool NOISY>
 RQ_INLINE void score_strip(const Tile& t, const Span& s, int64_t strip, bool direct, const float* scales) {
   int32_t dots[kPass * kStrip];
   vf scale[kStrip / VL], square[kStrip / VL];
@@ -44,7 +44,7 @@ RQ_INLINE void score_strip(const Tile& t, const Span& s, int64_t strip, bool dir
   const float noise_score = t.noise_score;
   for (int64_t first = 0; first < t.count; first += kPass) {
     const int64_t rows = smaller(kPass, t.count - first);
-    strip_dots<BITS>(t, s, strip, first, rows, direct, dots);
+    strip_dots<KIND>(t, s, strip, first, rows, direct, dots);
     const float *steps = t.q_step + first, *biases = t.bias + first, *noises = t.noise + first;
     float* out = t.scores + first * kSpan + strip * kStrip;
     for (int64_t r = 0; r < rows; r++) {
@@ -83,7 +83,7 @@ RQ_INLINE void add_products(const Tile& t, const uint8_t* q, const int32_t* bias
 }
 
 // The same logits where a row has several scales, or queries two bytes.
-template <int BITS>
+template <int KIND>
 RQ_INLINE void score_strip_in_parts(const Tile& t, const Span& s, int64_t strip) {
   const Stream& keys = t.args->keys;
   float scales[kSpan];
@@ -93,7 +93,7 @@ RQ_INLINE void score_strip_in_parts(const Tile& t, const Span& s, int64_t strip)
   for (int64_t group = 0; group < keys.codec.groups(); group++) {
     row_scales(keys, s.key_scales, s, group, scales);
     add_products(t, t.q_high, t.q_high_bias, 1.0f, group, strip, scales);
-    if (BITS == 8) add_products(t, t.q_low, t.q_low_bias, 1.0f / 128, group, strip, scales);
+    if (KIND == 8) add_products(t, t.q_low, t.q_low_bias, 1.0f / 128, group, strip, scales);
   }
   for (int64_t r = 0; r < t.count; r++) {
     float* row = t.scores + r * kSpan + strip * kStrip;
@@ -101,20 +101,20 @@ RQ_INLINE void score_strip_in_parts(const Tile& t, const Span& s, int64_t strip)
   }
 }
 
-template <int BITS>
+template <int KIND>
 void score_span(const Tile& t, const Span& s) {
   const Stream& keys = t.args->keys;
-  const bool in_parts = BITS == 8 || keys.codec.groups() > 1, direct = !in_parts && from_codes<BITS>(t, s);
+  const bool in_parts = KIND == 8 || keys.codec.groups() > 1, direct = !in_parts && from_codes<KIND>(t, s);
   float scales[kSpan];
   row_scales(keys, s.key_scales, s, 0, scales);
   for (int64_t strip = s.begin / kStrip; strip < s.end / kStrip; strip++) {
     if (!direct) {
-      strip_levels<BITS>(*t.key_table, keys, s.key_strips[strip], s.filled - strip * kStrip, t.key_columns, 0,
+      strip_levels<KIND>(*t.key_table, keys, s.key_strips[strip], s.filled - strip * kStrip, t.key_columns, 0,
                          t.key_columns / kChunkColumns, t.codes, t.levels, kChunkVectors * kVector);
     }
-    if (in_parts) score_strip_in_parts<BITS>(t, s, strip);
-    else if (t.args->noise_query > 0) score_strip<BITS, true>(t, s, strip, direct, scales);
-    else score_strip<BITS, false>(t, s, strip, direct, scales);
+    if (in_parts) score_strip_in_parts<KIND>(t, s, strip);
+    else if (t.args->noise_query > 0) score_strip<KIND, true>(t, s, strip, direct, scales);
+    else score_strip<KIND, false>(t, s, strip, direct, scales);
   }
 }
 

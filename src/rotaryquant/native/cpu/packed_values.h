@@ -143,17 +143,17 @@ RQ_INLINE void change_scales(const Tile& t, Span& s, const float* before, const 
 
 // sums[r][chunk][column]: products of interleaved bytes of a pass with NC chunks of values from `chunk` on. levels: of
 // those chunks; null: they are looked up from their codes.
-template <int BITS, int NC>
+template <int KIND, int NC>
 RQ_INLINE void value_dots(const Tile& t, const Span& s, const Pass& pass, int64_t chunk, const uint8_t* levels,
                           const uint8_t* p, int32_t* sums) {
   const int64_t strips = (s.end - s.begin) / kStrip, stride = 4 * kSpan;
 #if RQ_LANES == 16
-  if (BITS <= 4 && !levels) {
+  if (kBits<KIND> <= 4 && !levels) {
     const uint8_t* const* codes = s.value_strips + s.begin / kStrip;
-    const int64_t offset = chunk * chunk_bytes(BITS), next = offset + NC * chunk_bytes(BITS);
+    const int64_t offset = chunk * chunk_bytes(kBits<KIND>), next = offset + NC * chunk_bytes(kBits<KIND>);
     const bool last = (chunk + NC) * kChunkColumns >= t.value_columns;
 #define RQ_CALL(NR)                                                                                               \
-  value_code_products<BITS, NR, NC>(*t.value_table, codes, offset, strips, p, stride, last ? codes + strips : codes, \
+  value_code_products<KIND, NR, NC>(*t.value_table, codes, offset, strips, p, stride, last ? codes + strips : codes, \
                                     last ? 0 : next, sums)
     RQ_FOR_ROWS(pass.rows, RQ_CALL)
 #undef RQ_CALL
@@ -168,12 +168,12 @@ RQ_INLINE void value_dots(const Tile& t, const Span& s, const Pass& pass, int64_
 }
 
 // out of the pass = what it was on the new maximum, and products of its probabilities with those chunks.
-template <int BITS, int NC>
+template <int KIND, int NC>
 RQ_INLINE void add_values(const Tile& t, const Span& s, const Pass& pass, int64_t chunk, const uint8_t* levels) {
   const int64_t at = pass.first * kSpan + 4 * s.begin;
   int32_t upper[kPass * NC * kChunkColumns], lower[kPass * NC * kChunkColumns];
-  value_dots<BITS, NC>(t, s, pass, chunk, levels, t.p_high + at, upper);
-  if (!pass.coarse) value_dots<BITS, NC>(t, s, pass, chunk, levels, t.p_low + at, lower);
+  value_dots<KIND, NC>(t, s, pass, chunk, levels, t.p_high + at, upper);
+  if (!pass.coarse) value_dots<KIND, NC>(t, s, pass, chunk, levels, t.p_low + at, lower);
   for (int64_t r = 0; r < pass.rows; r++) {
     float* out = t.out + (pass.first + r) * t.value_columns + chunk * kChunkColumns;
     const vf step = splat(pass.step[r]), factor = splat(t.factor[pass.first + r]);
@@ -186,32 +186,32 @@ RQ_INLINE void add_values(const Tile& t, const Span& s, const Pass& pass, int64_
 }
 
 // The same of all rows, with `count` <= kValueChunks chunks.
-template <int BITS>
+template <int KIND>
 RQ_INLINE void add_chunks(const Tile& t, const Span& s, const Pass* passes, int64_t num_passes, int64_t chunk,
                           int64_t count) {
   constexpr int pair = kManyRegisters ? 2 : 1;
   const int64_t strips = (s.end - s.begin) / kStrip, step = strips * kChunkVectors * kVector;
-  const bool direct = from_codes<BITS>(t, s);
+  const bool direct = from_codes<KIND>(t, s);
   for (int64_t i = 0; i < strips && !direct; i++) {
     const int64_t strip = s.begin / kStrip + i;
-    strip_levels<BITS>(*t.value_table, t.args->values, s.value_strips[strip], s.filled - strip * kStrip,
+    strip_levels<KIND>(*t.value_table, t.args->values, s.value_strips[strip], s.filled - strip * kStrip,
                        t.value_columns, chunk, count, t.codes, t.levels + i * kChunkVectors * kVector, step);
   }
   for (int64_t i = 0; i < num_passes; i++) {
     if (count == kValueChunks && passes[i].rows <= 3) {
-      add_values<BITS, kValueChunks>(t, s, passes[i], chunk, direct ? nullptr : t.levels);
+      add_values<KIND, kValueChunks>(t, s, passes[i], chunk, direct ? nullptr : t.levels);
       continue;
     }
     int64_t c = 0;
     for (; c + pair <= count; c += pair) {
-      add_values<BITS, pair>(t, s, passes[i], chunk + c, direct ? nullptr : t.levels + c * step);
+      add_values<KIND, pair>(t, s, passes[i], chunk + c, direct ? nullptr : t.levels + c * step);
     }
-    for (; c < count; c++) add_values<BITS, 1>(t, s, passes[i], chunk + c, direct ? nullptr : t.levels + c * step);
+    for (; c < count; c++) add_values<KIND, 1>(t, s, passes[i], chunk + c, direct ? nullptr : t.levels + c * step);
   }
 }
 
 // Probabilities are scaled for the first group of columns.
-template <int BITS>
+template <int KIND>
 void add_span(const Tile& t, Span& s) {
   const Stream& values = t.args->values;
   const int64_t groups = values.codec.groups(), chunks = t.value_columns / kChunkColumns / groups;
@@ -229,9 +229,9 @@ void add_span(const Tile& t, Span& s) {
       passes[i].rows = smaller(kPass, t.count - i * kPass);
       round_pass(t, s, passes[i]);
     }
-    const int64_t step = from_codes<BITS>(t, s) ? kValueChunks : kHeldChunks;
+    const int64_t step = from_codes<KIND>(t, s) ? kValueChunks : kHeldChunks;
     for (int64_t c = 0; c < chunks; c += step) {
-      add_chunks<BITS>(t, s, passes, num_passes, group * chunks + c, smaller(step, chunks - c));
+      add_chunks<KIND>(t, s, passes, num_passes, group * chunks + c, smaller(step, chunks - c));
     }
   }
 }

@@ -4,6 +4,7 @@
 #include "codes.h"
 #include "kernels.h"
 #include "simd.h"
+#include "trellis.h"
 
 namespace rq {
 namespace RQ_ISA {
@@ -73,18 +74,38 @@ RQ_INLINE Sums code_group_int8(float* z, int64_t count, float largest, uint8_t* 
   return {sum(squares), sum(dot), sum(level_squares)};
 }
 
+// A trellis: circles of 16 values, each coded as a whole.
+RQ_INLINE Sums code_group_trellis(const Codec& codec, const float* z, int64_t count, float rms, uint8_t* codes) {
+  int32_t levels[kStates * kStates], x[kCycle];
+  for (int k = 0; k < kStates * kStates; k++) levels[k] = kFine * (int32_t)codec.levels[k];
+  const float steps = (float)kFine / codec.unit;
+  Sums s = {0, 0, 0};
+  for (int64_t i = 0; i < count; i += kCycle) {
+    for (int j = 0; j < kCycle; j++) x[j] = rms > 0 ? (int32_t)__builtin_floorf(z[i + j] / rms * steps + 0.5f) : 0;
+    trellis_codes(levels, x, codes + i);
+    for (int j = 0; j < kCycle; j++) {
+      const float level = codec.levels[kStates * codes[i + (j + kCycle - 1) % kCycle] + codes[i + j]], v = z[i + j];
+      s.squares += v * v;
+      s.dot += v * level;
+      s.level_squares += level * level;
+    }
+  }
+  return s;
+}
+
 RQ_INLINE void fill_codes(uint8_t* codes, int64_t count, int32_t code) {
   for (int64_t i = 0; i < count; i += VL) store_u8(codes + i, splat_i32(code));
 }
 
 // Scale of one group. y [count rounded up to whole vectors] is overwritten; zeros past count.
-template <int BITS>
+template <int KIND>
 RQ_INLINE float quantize_group(const Codec& codec, float* y, int64_t count, uint8_t* codes) {
   const float largest = largest_magnitude(y, count);
   if (largest == 0) {
     bool zero = true;  // NaN escapes the maximum
     for (int64_t i = 0; i < count; i++) zero &= y[i] == 0;
-    fill_codes(codes, count, BITS == 8 ? 128 : 1 << (BITS - 1));
+    if constexpr (KIND == kTrellis) code_group_trellis(codec, y, count, 0, codes);
+    else fill_codes(codes, count, KIND == 8 ? 128 : 1 << (kBits<KIND> - 1));
     return zero ? 0.0f : kInfinity;
   }
   if (!(largest <= kLargest)) {
@@ -103,10 +124,11 @@ RQ_INLINE float quantize_group(const Codec& codec, float* y, int64_t count, uint
   const float top = largest * down.first * down.second;
   const float rms = __builtin_sqrtf(sum(squares) / (float)count);
   Sums s;
-  if constexpr (BITS == 8) s = code_group_int8(y, count, top, codes);
-  else s = code_group<BITS>(codec, y, count, rms, codes);
+  if constexpr (KIND == 8) s = code_group_int8(y, count, top, codes);
+  else if constexpr (KIND == kTrellis) s = code_group_trellis(codec, y, count, rms, codes);
+  else s = code_group<KIND>(codec, y, count, rms, codes);
   float scale;
-  if (codec.rule == Rule::norm) scale = BITS == 8 ? top / 127.0f : rms * codec.unit;
+  if (codec.rule == Rule::norm) scale = KIND == 8 ? top / 127.0f : rms * codec.unit;
   else if (codec.rule == Rule::score) scale = s.squares / s.dot;
   else scale = s.dot / s.level_squares;
   if (!(s.squares <= kLargest)) scale = kInfinity;
@@ -124,11 +146,11 @@ RQ_INLINE bool finite_scale(uint16_t scale, Dtype dtype) {
 
 // Codes [width rounded up to whole vectors] and scales of y [same], which is overwritten. False: a scale is not
 // finite. Groups other than the whole row are whole vectors themselves.
-template <int BITS>
+template <int KIND>
 RQ_INLINE bool quantize_row(const Codec& codec, float* y, uint8_t* codes, uint16_t* scales, int64_t scale_stride) {
   bool finite = true;
   for (int64_t g = 0; g < codec.groups(); g++) {
-    const float scale = quantize_group<BITS>(codec, y + g * codec.group, codec.group, codes + g * codec.group);
+    const float scale = quantize_group<KIND>(codec, y + g * codec.group, codec.group, codes + g * codec.group);
     scales[g * scale_stride] = round_scale(scale, codec.scale_dtype);
     finite &= finite_scale(scales[g * scale_stride], codec.scale_dtype);
   }

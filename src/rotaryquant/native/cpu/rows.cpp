@@ -32,7 +32,7 @@ RQ_INLINE void subtract(float* x, const float* mean, int64_t width) {
 }
 
 // Rows first .. first + count of a strip, from x to codes. False: met a row or a scale that is not finite.
-template <int BITS>
+template <int KIND>
 Met code_rows(const AppendArgs& args, const AppendUnit& unit, RowScratch& s, const float* mean, int64_t first,
               int64_t count, uint8_t* codes) {
   const Codec& codec = args.stream.codec;
@@ -51,7 +51,7 @@ Met code_rows(const AppendArgs& args, const AppendUnit& unit, RowScratch& s, con
     rotate_rows(s.rotation, s.rows, rows, s.spare);
     for (int64_t i = 0; i < rows; i++) {
       uint16_t* row_scales = scales + (first + tile + i) * args.stream.scale_row;
-      if (!quantize_row<BITS>(codec, s.rows + i * padded, codes + (tile + i) * stride, row_scales,
+      if (!quantize_row<KIND>(codec, s.rows + i * padded, codes + (tile + i) * stride, row_scales,
                               args.stream.scale_group)) {
         met = Met::bad_scale;  // an input that is not finite in a later row still takes precedence
       }
@@ -60,8 +60,9 @@ Met code_rows(const AppendArgs& args, const AppendUnit& unit, RowScratch& s, con
   return met;
 }
 
-template <int BITS>
+template <int KIND>
 Met append_rows(const AppendArgs& args, const AppendUnit& unit, RowScratch& s, const float* mean) {
+  constexpr int BITS = kBits<KIND>;
   const Stream& stream = args.stream;
   const int64_t width = stream.codec.width, end = unit.offset + unit.count;
   uint8_t* block = stream.code_rows(unit.block, unit.head);
@@ -73,7 +74,7 @@ Met append_rows(const AppendArgs& args, const AppendUnit& unit, RowScratch& s, c
     for (int64_t r = strip; full && r < row; r++) {  // rows that earlier calls left open
       unpack_canonical<BITS>(block + r * stream.code_row, width, s.codes + (r - strip) * s.stride);
     }
-    const Met one = code_rows<BITS>(args, unit, s, mean, row, stop - row, s.codes + (row - strip) * s.stride);
+    const Met one = code_rows<KIND>(args, unit, s, mean, row, stop - row, s.codes + (row - strip) * s.stride);
     if (one == Met::bad_input) return one;
     if (one == Met::bad_scale) met = one;
     if (full) {
@@ -88,13 +89,13 @@ Met append_rows(const AppendArgs& args, const AppendUnit& unit, RowScratch& s, c
   return met;
 }
 
-template <int BITS>
+template <int KIND>
 void quantize_rows(const QuantizeArgs& args, int64_t first, int64_t count, RowScratch& s) {
   const Codec& codec = args.codec;
   const int64_t width = codec.width, padded = round_up(width, VL);
   for (int64_t r = first; r < first + count; r++) {
     load_row((const char*)(args.y + r * width), Dtype::f32, width, padded, s.rows);
-    quantize_row<BITS>(codec, s.rows, s.codes, args.scales + r * codec.groups(), 1);
+    quantize_row<KIND>(codec, s.rows, s.codes, args.scales + r * codec.groups(), 1);
     memcpy(args.codes + r * width, s.codes, (size_t)width);
   }
 }
@@ -154,7 +155,8 @@ void rotate(const RotateArgs& args, int64_t batch, int64_t head, int64_t first, 
 
 void quantize(const QuantizeArgs& args, int64_t first, int64_t count, char* scratch) {
   RowScratch& s = *(RowScratch*)scratch;
-  switch (args.codec.bits) {
+  switch (args.codec.kind()) {
+    case kTrellis: return quantize_rows<kTrellis>(args, first, count, s);
     case 2: return quantize_rows<2>(args, first, count, s);
     case 3: return quantize_rows<3>(args, first, count, s);
     case 4: return quantize_rows<4>(args, first, count, s);
@@ -175,7 +177,8 @@ Met append(const AppendArgs& args, const AppendUnit& unit, char* scratch) {
   RowScratch& s = *(RowScratch*)scratch;
   s.rotation = rotation_of(args.rotation, unit.head, false);
   const float* mean = args.mean.data ? (const float*)row_address(args.mean, unit.batch, unit.head, 0) : nullptr;
-  switch (args.stream.codec.bits) {
+  switch (args.stream.codec.kind()) {
+    case kTrellis: return append_rows<kTrellis>(args, unit, s, mean);
     case 2: return append_rows<2>(args, unit, s, mean);
     case 3: return append_rows<3>(args, unit, s, mean);
     case 4: return append_rows<4>(args, unit, s, mean);

@@ -62,26 +62,29 @@ RQ_INLINE void open_codes(const Stream& stream, const uint8_t* strip, int64_t ro
 
 // Levels of `chunks` chunks of a strip with `rows` rows from `chunk` on, those of one chunk `step` bytes after those of
 // the last.
-template <int BITS>
+template <int KIND>
 RQ_INLINE void strip_levels(const LevelTable& table, const Stream& stream, const uint8_t* strip, int64_t rows,
                             int64_t columns, int64_t chunk, int64_t chunks, uint8_t* codes, uint8_t* levels,
                             int64_t step) {
   if (rows >= kStrip && has_strips(stream.codec.width)) {
-    const uint8_t* in = strip + chunk * chunk_bytes(BITS);
-    for (int64_t c = 0; c < chunks; c++) level_chunk<BITS>(table, in + c * chunk_bytes(BITS), levels + c * step);
+    const int64_t bytes = chunk_bytes(kBits<KIND>);
+    const uint8_t* in = strip + chunk * bytes;
+    for (int64_t c = 0; c < chunks; c++) {
+      level_chunk<KIND>(table, stream.codec.keys, in + c * bytes, levels + c * step);
+    }
     return;
   }
-  open_codes<BITS>(stream, strip, smaller(rows, kStrip), columns, codes);
+  open_codes<kBits<KIND>>(stream, strip, smaller(rows, kStrip), columns, codes);
   for (int64_t c = 0; c < chunks; c++) {
     gather_chunk(codes + (chunk + c) * kChunkColumns, columns, stream.codec.keys, levels + c * step);
-    look_up_chunk<BITS>(table, levels + c * step);
+    look_up_chunk<KIND>(table, stream.codec.keys, levels + c * step);
   }
 }
 
 // Whether products are made from codes: where the levels would not be used again.
-template <int BITS>
+template <int KIND>
 RQ_INLINE bool from_codes(const Tile& t, const Span& s) {
-  return RQ_LANES == 16 && BITS <= 4 && t.count <= kPass && s.sealed;
+  return RQ_LANES == 16 && kBits<KIND> <= 4 && t.count <= kPass && s.sealed;
 }
 
 // ---- scales ---------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@
 
 #include "bytes.h"
 #include "kernels.h"
+#include "trellis.h"
 
 namespace rq {
 namespace RQ_ISA {
@@ -148,12 +149,15 @@ RQ_INLINE void unpack_strip(const uint8_t* in, int64_t width, bool keys, uint8_t
 
 // ---- vectors of levels ---------------------------------------------------------------------------------
 
-// Eight vectors of codes become vectors of levels.
-template <int BITS>
-RQ_INLINE void look_up_chunk(const LevelTable& table, uint8_t* vectors) {
+// Eight vectors of codes become vectors of levels. keys: their layout.
+template <int KIND>
+RQ_INLINE void look_up_chunk(const LevelTable& table, bool keys, uint8_t* vectors) {
+  if constexpr (KIND == kTrellis) trellis_indices(keys, vectors);
+  else (void)keys;
   for (int64_t at = 0; at < kChunkVectors * kVector; at += RQ_BYTES) {
     const vb codes = load_bytes(vectors + at);
-    if constexpr (BITS == 8) store_bytes(vectors + at, codes + (uint8_t)(table.bias - 128));
+    if constexpr (KIND == 8) store_bytes(vectors + at, codes + (uint8_t)(table.bias - 128));
+    else if constexpr (KIND == kTrellis) store_bytes(vectors + at, look_up_64(table, codes));
     else store_bytes(vectors + at, look_up(table, codes));
   }
 }
@@ -181,35 +185,49 @@ RQ_INLINE Planes<BITS> load_planes(const uint8_t* in) {
   return planes;
 }
 
-// Levels of vector v of a chunk, BITS <= 4. A field that reaches into the top two bits of its byte is shifted to
-// where another table of the same codes reads it.
-template <int BITS>
-RQ_INLINE __m512i level_vector(const LevelTable& table, const Planes<BITS>& planes, int v) {
-  constexpr int per_plane = 8 / BITS;
-  const int field = v % per_plane;
-  const __m512i plane = planes.at[v / per_plane];
+// Levels of vector v of a chunk of keys or values, of at most 4 bits. A field that reaches into the top two bits of its
+// byte is shifted to where another table of the same codes reads it. Of a trellis the codes before those of a plane are a
+// vector themselves: their fields lie where those of the plane do, and one of them moves beside its successor.
+template <int KIND, bool KEYS>
+RQ_INLINE __m512i level_vector(const LevelTable& table, const Planes<kBits<KIND>>& planes, int v) {
+  constexpr int BITS = kBits<KIND>, per_plane = 8 / BITS;
+  const int field = v % per_plane, p = v / per_plane;
+  const __m512i plane = planes.at[p];
+  if constexpr (KIND == kTrellis) {
+    const __m512i last = _mm512_set1_epi32((int)0xff000000), other = planes.at[(p + 3) % 4];
+    const __m512i before = KEYS ? _mm512_rol_epi32(_mm512_ternarylogic_epi32(last, other, plane, 0xca), 8)
+                                : _mm512_alignr_epi32(plane, plane, 15);
+    if (field == 0) return _mm512_permutexvar_epi8(merge(0x07, plane, _mm512_slli_epi16(before, 3)), table.at[0]);
+    return _mm512_permutexvar_epi8(merge(0x38, plane, _mm512_srli_epi16(before, 3)), table.at[1]);
+  }
   if (BITS == 4 && field == 1) return _mm512_permutexvar_epi8(_mm512_srli_epi16(plane, 4), table.at[0]);
   if (BITS == 2 && field == 3) return _mm512_permutexvar_epi8(_mm512_srli_epi16(plane, 2), table.at[2]);
   return _mm512_permutexvar_epi8(plane, table.at[field]);
 }
+
+template <int KIND, bool KEYS>
+RQ_INLINE void level_vectors(const LevelTable& table, const uint8_t* in, uint8_t* levels) {
+  const Planes<kBits<KIND>> planes = load_planes<kBits<KIND>>(in);
+  RQ_UNROLL for (int v = 0; v < kChunkVectors; v++) {
+    _mm512_storeu_si512(levels + kVector * v, level_vector<KIND, KEYS>(table, planes, v));
+  }
+}
 #endif
 
 // Levels of one chunk, eight vectors of bytes.
-template <int BITS>
-RQ_INLINE void level_chunk(const LevelTable& table, const uint8_t* in, uint8_t* levels) {
-  if constexpr (BITS == 8) {
+template <int KIND>
+RQ_INLINE void level_chunk(const LevelTable& table, bool keys, const uint8_t* in, uint8_t* levels) {
+  if constexpr (KIND == 8) {
     memcpy(levels, in, kChunkVectors * kVector);
-    look_up_chunk<8>(table, levels);
+    look_up_chunk<8>(table, keys, levels);
     return;
   }
 #if RQ_LANES == 16
-  const Planes<BITS> planes = load_planes<BITS>(in);
-  RQ_UNROLL for (int v = 0; v < kChunkVectors; v++) {
-    _mm512_storeu_si512(levels + kVector * v, level_vector<BITS>(table, planes, v));
-  }
+  if (keys) level_vectors<KIND, true>(table, in, levels);
+  else level_vectors<KIND, false>(table, in, levels);
 #else
-  unpack_chunk<BITS>(in, levels);
-  look_up_chunk<BITS>(table, levels);
+  unpack_chunk<kBits<KIND>>(in, levels);
+  look_up_chunk<KIND>(table, keys, levels);
 #endif
 }
 

@@ -1,0 +1,106 @@
+"""`rotaryquant calibrate`: measure which layers few bits hurt, and write it beside the model for `--kv`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rotaryquant.cli import common
+from rotaryquant.cli.measurements import command_line
+from rotaryquant.cli.screen import note, print_json, print_table
+from rotaryquant.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rotaryquant.allocation import Allocation
+    from rotaryquant.formats.calibration import Calibration
+
+#: Budgets for which the report shows what the file would give.
+_BUDGETS = (2.5, 3.0, 4.0)
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    made = common.parser(
+        "calibrate",
+        "Measure what 2-bit keys and values cost in each layer, one after another, and write a file by which "
+        "`--kv iso3,calibration=FILE` gives every layer bits of its own at the same mean.",
+    )
+    made.add_argument("model", metavar="MODEL", help="a model folder, a .gguf file, or org/name on the hub")
+    made.add_argument(
+        "--text", metavar="FILE", required=True, help="real text, UTF-8; not the one that is scored later"
+    )
+    made.add_argument("-o", "--output", metavar="SIDE.safetensors", required=True, help="file to write")
+    made.add_argument("--kv", metavar="SPEC", default="iso3", help="how rows are coded otherwise (default iso3)")
+    made.add_argument("--context", type=int, default=1024, metavar="N", help="tokens in a window (default 1024)")
+    made.add_argument("--tokens", type=int, default=2048, metavar="N", help="predictions to compare (default 2048)")
+    made.add_argument("--dtype", default="auto", metavar="TYPE", help="auto (as stored), bfloat16, float16 or float32")
+    made.add_argument("--threads", type=int, metavar="N", help="threads of torch (default: its own choice)")
+    made.add_argument("--any-baseline", action="store_true", help="go on with an implausible perplexity of the text")
+    args = made.parse_args(words)
+    from rotaryquant.config import parse_kv
+    from rotaryquant.evals import calibrate_kv
+    from rotaryquant.evals.inputs import load_model
+    from rotaryquant.formats.calibration import write_calibration
+    from rotaryquant.measuring import read_text
+
+    kv = parse_kv(args.kv)
+    if kv is None or kv.allocation is not None:
+        raise ConfigError(f"--kv {args.kv}: wanted a packed cache without a calibration of its own")
+    if args.tokens < 1:
+        raise ConfigError(f"--tokens={args.tokens} must be at least 1")
+    target = Path(args.output)
+    if not target.absolute().parent.is_dir() or target.is_dir():
+        raise ConfigError(f"--output {target}: wanted a file in a folder that exists")
+    text = read_text(Path(args.text))
+    calibration = calibrate_kv.measure(
+        load_model(args.model, args.dtype, args.threads),
+        kv,
+        text,
+        context=args.context,
+        tokens=args.tokens,
+        command=command_line("calibrate", words),
+        any_baseline=args.any_baseline,
+        progress=note,
+    )
+    try:
+        write_calibration(target, calibration)
+    except OSError as error:
+        raise ConfigError(f"--output {target}: cannot be written ({error})") from error
+    _show(args.json, calibration, target)
+    return 0
+
+
+def _show(as_json: bool, calibration: "Calibration", target: Path) -> None:
+    from rotaryquant.allocation import allocate
+
+    found = [allocate(calibration, budget) for budget in _BUDGETS]
+    if as_json:
+        print_json(_as_json(calibration, found))
+        return
+    rows = []
+    for number, layer in enumerate(calibration.layers):
+        widths = [allocation.layers[number] for allocation in found]
+        rows.append(
+            [str(layer.index), f"{layer.keys:.5f}", f"{layer.values:.5f}"]
+            + [f"{width.key_bits} / {width.value_bits}" for width in widths]
+        )
+    headers = ["layer", "keys, nats", "values, nats", *(f"K / V at {budget:g} bits" for budget in _BUDGETS)]
+    print_table(rows, headers, right=range(1, len(headers)))
+    print(
+        f"\n{calibration.tokens:,} predictions of {calibration.name}, KL divergence with the rows of one stream at "
+        f"{calibration.probe_bits} bits. Expected of all:"
+    )
+    for budget, allocation in zip(_BUDGETS, found, strict=True):
+        print(f"  budget={budget:g}: {allocation.expected:.5f} nats at {allocation.mean_bits:.2f} bits a value")
+    print(f"\nUse it with --kv iso3,calibration={target}")
+
+
+def _as_json(calibration: "Calibration", found: "list[Allocation]") -> dict[str, Any]:
+    import dataclasses
+
+    return {
+        **dataclasses.asdict(calibration),
+        "allocations": [
+            {"budget": budget, **dataclasses.asdict(allocation)}
+            for budget, allocation in zip(_BUDGETS, found, strict=True)
+        ],
+    }

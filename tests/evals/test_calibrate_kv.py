@@ -1,0 +1,204 @@
+"""Sensitivities point at the layer that hurts, and what is enabled with them keeps each layer as they say."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rotaryquant import KVCacheConfig, enabled
+from rotaryquant.config import parse_kv
+from rotaryquant.errors import CalibrationError, ConfigError
+from rotaryquant.evals import calibrate_kv
+from rotaryquant.evals.inputs import load_model
+from rotaryquant.formats.calibration import Calibration, read_calibration, write_calibration
+from rotaryquant.integrations.transformers.cache_file import load_cache, save_cache
+from rotaryquant.integrations.transformers.checkpoints import Loaded
+from rotaryquant.integrations.transformers.footprint import Footprint
+from rotaryquant.integrations.transformers.report import layer_bits
+from rotaryquant.kv.accounting import bits_per_value
+from support.commands import Run
+from support.models import random_tokens
+from support.tiny_llm import save_tiny
+
+TEXT = "The quick brown fox jumps over the lazy dog, again and again. " * 30
+IDS = random_tokens(1, 300, vocab=200)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_tiny(tmp_path_factory.mktemp("tiny"), max_position_embeddings=1024)
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Loaded:
+    return load_model(str(folder), "float32", 1)
+
+
+def measured(loaded: Loaded, kv: str = "iso3,mean=off", context: int = 600) -> Calibration:
+    config = parse_kv(kv)
+    assert config is not None
+    return calibrate_kv.measure(
+        loaded,
+        config,
+        TEXT,
+        context=context,
+        tokens=200,
+        command="test",
+        any_baseline=True,
+        progress=lambda message: None,
+    )
+
+
+@pytest.fixture(scope="module")
+def side(loaded: Loaded, folder: Path) -> Path:
+    write_calibration(folder / "side.safetensors", measured(loaded))
+    return folder / "side.safetensors"
+
+
+def config_of(side: Path, options: str = "") -> KVCacheConfig:
+    config = parse_kv(f"iso3,calibration={side}{options}")
+    assert config is not None
+    return config
+
+
+def test_each_stream_is_measured_alone(loaded: Loaded) -> None:
+    """A layer whose output is nothing costs nothing; the others cost something, and values are not keys."""
+    model = copy.deepcopy(loaded.model)
+    model.model.layers[0].self_attn.o_proj.weight.data.zero_()
+    found = measured(Loaded(loaded.name, loaded.folder, model, loaded.tokenizer))
+    assert [layer.index for layer in found.layers] == list(range(len(model.model.layers)))
+    assert max(found.layers[0].keys, found.layers[0].values) < 1e-7
+    assert min(found.layers[0].keys, found.layers[0].values) >= 0.0
+    assert all(layer.keys > 1e-6 and layer.values > 1e-6 for layer in found.layers[1:])
+    assert len({cost for layer in found.layers[1:] for cost in (layer.keys, layer.values)}) == 2
+    assert found.tokens == 299
+    assert found.probe_bits == 2
+
+
+def test_a_prefix_that_packs_nothing_is_refused(loaded: Loaded) -> None:
+    with pytest.raises(ConfigError, match="context=510: its first half must hold 256"):
+        measured(loaded, context=510)
+
+
+def test_layers_are_kept_as_the_file_says(loaded: Loaded, side: Path) -> None:
+    config = config_of(side, ",budget=2.75")
+    assert config.allocation is not None
+    assert len({width for x in config.allocation.layers for width in (x.key_bits, x.value_bits)}) > 1
+    with enabled(loaded.model, config) as state, torch.inference_mode():
+        assert state is not None
+        before = state.report()
+        cache = state.new_cache()
+        with cache.prefill():
+            loaded.model(IDS, cache=cache)
+        for widths, layer, told in zip(config.allocation.layers, cache.packed_layers(), before.packed, strict=True):
+            assert layer.keys is not None
+            assert layer.values is not None
+            assert (layer.keys.format.bits, layer.values.format.bits) == (widths.key_bits, widths.value_bits)
+            assert (told.key_bits, told.value_bits) == (widths.key_bits, widths.value_bits)
+        counted = bits_per_value(layer_bits(cache), 100_000)
+    width = state.geometry[0].head_dim
+    assert counted == pytest.approx(config.allocation.mean_bits + 16 / width, abs=0.03)
+    stored = Footprint(state.geometry, config).stored_bytes(100_000)
+    values = sum(2 * layer.num_kv_heads * layer.head_dim for layer in state.geometry) * 100_000
+    assert 8 * stored / values == pytest.approx(counted, abs=1e-3)
+
+
+def test_without_a_budget_it_costs_what_the_preset_costs(side: Path) -> None:
+    made, more = config_of(side), config_of(side, ",key_bits=4")
+    assert made.allocation is not None
+    assert more.allocation is not None
+    assert 2.9 <= made.allocation.mean_bits <= 3.0
+    assert 3.3 <= more.allocation.mean_bits <= 3.5
+
+
+def test_a_report_does_not_name_folders(side: Path) -> None:
+    assert config_of(side).name == "iso3,calibration=side.safetensors"
+
+
+def test_another_checkpoint_is_refused_and_another_dtype_is_not(loaded: Loaded, folder: Path, side: Path) -> None:
+    with enabled(load_model(str(folder), "bfloat16", 1).model, config_of(side)) as state:
+        assert state is not None
+    other = copy.deepcopy(loaded.model)
+    other.model.layers[1].self_attn.k_proj.weight.data.mul_(2.0)
+    with (
+        pytest.raises(CalibrationError, match="calibrated for a checkpoint with fingerprint"),
+        enabled(other, config_of(side)),
+    ):
+        pass
+
+
+def test_a_saved_cache_comes_back(loaded: Loaded, side: Path, tmp_path: Path) -> None:
+    config = config_of(side, ",budget=2.5")
+    with enabled(loaded.model, config) as state, torch.inference_mode():
+        assert state is not None
+        cache = state.new_cache()
+        with cache.prefill():
+            loaded.model(IDS[:, :-1], cache=cache)
+        save_cache(tmp_path / "kv", loaded.model, cache, IDS[:, :-1])
+        again = state.new_cache()
+        load_cache(tmp_path / "kv", loaded.model, again)
+        want, got = (loaded.model(IDS[:, -1:], cache=c).logits for c in (cache, again))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (",budget=9", "between 2 and 8"),
+        (",budget=three", "wanted bits a value"),
+        (",calibration=b", "given twice"),
+    ],
+)
+def test_wrong_options_are_named(options: str, says: str, side: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config_of(side, options)
+
+
+def test_a_budget_needs_a_file() -> None:
+    with pytest.raises(ConfigError, match="add calibration=FILE"):
+        parse_kv("iso3,budget=3")
+
+
+def test_the_command_writes_a_file_that_works(folder: Path, run: Run, tmp_path: Path) -> None:
+    target = tmp_path / "side.safetensors"
+    words = ["calibrate", str(folder), "--text", str(folder / "text.txt"), "--context", "600", "--tokens", "200"]
+    assert run(*words, "-o", str(target))[0] == 2  # random weights: the text cannot fit them
+    assert not target.exists()
+    words.append("--any-baseline")
+    status, out, err = run(*words, "--threads", "1", "-o", str(target), "--json")
+    assert status == 0, err
+    data = json.loads(out)
+    assert [row["budget"] for row in data["allocations"]] == [2.5, 3.0, 4.0]
+    assert "about 0 s left" in err
+    made = read_calibration(target)
+    assert str(tmp_path) not in made.command
+    assert made.command.startswith(f"rotaryquant calibrate {folder.name}")
+    status, out, err = run(*words, "--threads", "1", "-o", str(target))
+    assert status == 0, err
+    assert f"--kv iso3,calibration={target}" in out
+    status, out, err = run(
+        "generate", str(folder), "--prompt", "The quick", "--max-tokens", "5", "--kv", f"iso3,calibration={target}"
+    )
+    assert status == 0, err
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--kv", "fp16"], "wanted a packed cache"),
+        (["--tokens", "0"], "--tokens=0"),
+        (["-o", "/nowhere/at/all"], "in a folder that exists"),
+        (["--text", "/nowhere"], "cannot be read"),
+    ],
+)
+def test_wrong_words_are_one_line(folder: Path, run: Run, tmp_path: Path, more: list[str], says: str) -> None:
+    words = ["calibrate", str(folder), "--text", str(folder / "text.txt"), "-o", str(tmp_path / "side")]
+    status, _, err = run(*words, *more)
+    assert status == 2
+    assert says in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "side").exists()

@@ -1,0 +1,101 @@
+"""Calibration files: what was written comes back, and what cannot be used is refused with its name and a way out."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rotaryquant.errors import CalibrationError
+from rotaryquant.formats.calibration import Calibration, LayerSensitivity, read_calibration, write_calibration
+
+LAYERS = (LayerSensitivity(0, 2, 64, 0.5, 0.25), LayerSensitivity(3, 1, 128, 0.0, 1.5))
+MADE = Calibration("abc", "tiny", "def", 2048, 1024, 2, "rotaryquant calibrate tiny", LAYERS)
+HEADER = {
+    "version": 1, "model": "abc", "name": "tiny", "text": "def", "tokens": 1, "context": 2, "probe_bits": 2,
+    "command": "made",
+}  # fmt: skip
+
+
+def written(path: Path, *, sizes: Any = None, sensitivity: Any = None, kind: str = "", **header: Any) -> Path:
+    """A file that differs from a good one in what is named."""
+    tensors = {
+        "layers": np.array([[0, 2, 64], [1, 2, 64]], np.int32) if sizes is None else np.array(sizes, np.int32),
+        "sensitivity": np.ones((2, 2), np.float32) if sensitivity is None else np.array(sensitivity, np.float32),
+    }
+    metadata = {"format": kind or "rotaryquant-calibration", "header": json.dumps(HEADER | header)}
+    save_file(tensors, path, metadata=metadata)
+    return path
+
+
+def test_what_was_written_comes_back(tmp_path: Path) -> None:
+    write_calibration(tmp_path / "side.safetensors", MADE)
+    assert read_calibration(tmp_path / "side.safetensors") == MADE
+    assert [path.name for path in tmp_path.iterdir()] == ["side.safetensors"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "side.safetensors"
+    write_calibration(path, MADE)
+
+    def full(*args: object, **kwargs: object) -> None:
+        Path(str(args[1])).write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("rotaryquant.formats.calibration.save_file", full)
+    with pytest.raises(OSError, match="no space"):
+        write_calibration(path, dataclasses.replace(MADE, tokens=1))
+    assert read_calibration(path) == MADE
+    assert [entry.name for entry in tmp_path.iterdir()] == ["side.safetensors"]
+
+
+def test_an_absent_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match=r"gone.safetensors: no such file; .*rotaryquant calibrate"):
+        read_calibration(tmp_path / "gone.safetensors")
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"\xff" * 64])
+def test_a_file_that_is_no_safetensors_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "side").write_bytes(content)
+    with pytest.raises(CalibrationError, match="not a readable safetensors file"):
+        read_calibration(tmp_path / "side")
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    write_calibration(tmp_path / "side", MADE)
+    whole = (tmp_path / "side").read_bytes()
+    (tmp_path / "side").write_bytes(whole[:-4])
+    with pytest.raises(CalibrationError, match="not a readable"):
+        read_calibration(tmp_path / "side")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"kind": "rotaryquant-kv"}, "format is 'rotaryquant-kv'"),
+        ({"version": 2}, "version is 2, this package reads 1"),
+        ({"surplus": 1}, "incomplete"),
+        ({"sizes": [[0, 2, 64]]}, "wanted"),
+        ({"sizes": [[1, 2, 64], [0, 2, 64]]}, "ascending"),
+        ({"sizes": [[0, 0, 64], [1, 2, 64]]}, "without heads"),
+        ({"sensitivity": [[1.0, float("nan")], [1.0, 1.0]]}, "negative or no number"),
+        ({"sensitivity": [[1.0, -1.0], [1.0, 1.0]]}, "negative or no number"),
+        ({"sensitivity": [[1.0, 1.0]]}, "wanted"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match=says):
+        read_calibration(written(tmp_path / "side", **change))
+    assert read_calibration(written(tmp_path / "good")).layers[1].index == 1
+
+
+@pytest.mark.parametrize("missing", ["model", "probe_bits"])
+def test_a_header_without_a_field_is_refused(missing: str, tmp_path: Path) -> None:
+    tensors = {"layers": np.array([[0, 2, 64]], np.int32), "sensitivity": np.ones((1, 2), np.float32)}
+    header = {key: value for key, value in HEADER.items() if key != missing}
+    save_file(tensors, tmp_path / "side", metadata={"format": "rotaryquant-calibration", "header": json.dumps(header)})
+    with pytest.raises(CalibrationError, match=missing):
+        read_calibration(tmp_path / "side")

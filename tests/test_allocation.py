@@ -1,0 +1,74 @@
+"""Bits go where they help most, and never more of them than there are."""
+
+import itertools
+
+import pytest
+
+from rotaryquant.allocation import WIDTHS, Allocation, allocate
+from rotaryquant.errors import ConfigError
+from rotaryquant.formats.calibration import Calibration, LayerSensitivity
+from rotaryquant.formats.codebook import relative_error
+
+
+def calibration(*costs: tuple[float, float], sizes: tuple[tuple[int, int], ...] = ()) -> Calibration:
+    layers = [LayerSensitivity(index, *(sizes[index] if sizes else (2, 64)), *cost) for index, cost in enumerate(costs)]
+    return Calibration("model", "name", "text", 1, 1024, 2, "command", tuple(layers))
+
+
+def bits(made: Allocation) -> list[int]:
+    return [width for layer in made.layers for width in (layer.key_bits, layer.value_bits)]
+
+
+def test_equal_streams_get_equal_bits() -> None:
+    for budget in WIDTHS:
+        assert bits(allocate(calibration((1, 1), (1, 1)), budget)) == [budget] * 4
+
+
+def test_what_hurts_gets_more() -> None:
+    made = allocate(calibration((1.0, 0.01), (0.1, 0.001)), 3)
+    assert made.layers[0].key_bits > 3 > made.layers[1].value_bits
+    assert made.layers[0].key_bits >= made.layers[1].key_bits >= made.layers[1].value_bits
+    assert made.mean_bits <= 3
+    assert made.of_layer(1) == made.layers[1]
+    assert made.of_layer(7) is None
+
+
+@pytest.mark.parametrize("budget", [2, 2.3, 2.5, 3, 3.3, 4, 5.5, 8])
+def test_no_other_choice_is_better(budget: float) -> None:
+    """Against all 4^6 choices: never over the budget, and none that fits costs less."""
+    given = calibration((3.0, 0.2), (0.7, 0.05), (0.02, 1.1))
+    made = allocate(given, budget)
+    costs = [cost for layer in given.layers for cost in (layer.keys, layer.values)]
+
+    def divergence(choice: tuple[int, ...]) -> float:
+        return sum(c * relative_error(64, b) / relative_error(64, 2) for c, b in zip(costs, choice, strict=True))
+
+    assert made.mean_bits == pytest.approx(sum(bits(made)) / 6)
+    assert made.mean_bits <= budget + 1e-9
+    assert made.expected == pytest.approx(divergence(tuple(bits(made))))
+    fitting = [choice for choice in itertools.product(WIDTHS, repeat=6) if sum(choice) <= 6 * budget + 1e-9]
+    assert made.expected == pytest.approx(min(map(divergence, fitting)))
+
+
+def test_wide_layers_count_for_more() -> None:
+    """One wide stream against many narrow ones: a bit there costs eight times as much."""
+    made = allocate(calibration((1, 1), (1, 1), sizes=((8, 64), (1, 64))), 3.5)
+    spent = sum(8 * (x.key_bits + x.value_bits) if x.index == 0 else x.key_bits + x.value_bits for x in made.layers)
+    assert spent <= 3.5 * 18
+    assert made.mean_bits == pytest.approx(spent / 18)
+    assert made.layers[1].key_bits > made.layers[0].key_bits
+
+
+def test_what_costs_nothing_gets_the_least() -> None:
+    assert bits(allocate(calibration((0.0, 0.0), (1.0, 1.0)), 3))[:2] == [2, 2]
+
+
+def test_sizes_without_a_common_part_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be shared out"):
+        allocate(calibration((1, 1), (1, 1), sizes=((1, 999_983), (1, 1_000_003))), 3)
+
+
+@pytest.mark.parametrize("budget", [1.99, 8.01, float("nan"), -3])
+def test_an_impossible_budget_is_refused(budget: float) -> None:
+    with pytest.raises(ConfigError, match="between 2 and 8"):
+        allocate(calibration((1, 1)), budget)
