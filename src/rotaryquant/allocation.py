@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rotaryquant.errors import ConfigError
 from rotaryquant.formats.calibration import Calibration
-from rotaryquant.formats.codebook import TRELLIS_BITS, relative_error
+from rotaryquant.formats.codebook import TRELLISES, relative_error
 
 #: What a stream may get. Fewer bits than two would leave directions out altogether: their error is the same at every
 #: token, adds up over a sum of values, and costs far more than its size says (docs/experiments.md).
@@ -109,4 +109,4 @@ def _least(costs: list[list[float]], values: list[int], budget: float) -> list[i
 def _costs(measured: float, width: int, probe_bits: int, quantizer: str) -> list[float]:
     """Nats at each of WIDTHS, from those at the probe's bits."""
     unit = measured / relative_error(width, probe_bits)
-    return [unit * relative_error(width, bits, quantizer if bits in TRELLIS_BITS else "scalar") for bits in WIDTHS]
+    return [unit * relative_error(width, bits, quantizer if bits in TRELLISES else "scalar") for bits in WIDTHS]

@@ -7,7 +7,7 @@ from pathlib import Path
 from rotaryquant.allocation import Allocation, allocate
 from rotaryquant.errors import ConfigError
 from rotaryquant.formats.calibration import read_calibration
-from rotaryquant.formats.codebook import BITS, QUANTIZERS, TRELLIS_BITS
+from rotaryquant.formats.codebook import BITS, QUANTIZERS, TRELLISES
 from rotaryquant.formats.kv import BLOCK, StreamFormat
 from rotaryquant.formats.rotation import KINDS
 
@@ -21,7 +21,7 @@ class KVCacheConfig:
     """How keys and values of full-attention layers are kept.
 
     key_bits, value_bits: bits of the codes. rotation: formats.rotation.KINDS. signs: random signs before it.
-    quantizer: of codes of 3 bits, "trellis" (a third less error, a dearer write) or "scalar"; others are scalar.
+    quantizer: of codes of up to 4 bits, "trellis" (a quarter to a third less error, a dearer write) or "scalar".
     scale: "best" (unbiased products for keys and values), "mse" (values by least squares: each is closer, but all
     are too short) or "norm" (as TurboQuant publishes it).
     sinks: first tokens kept exact beside their codes. tail: newest tokens that stay exact (up to 32 more do: they are
@@ -88,7 +88,7 @@ class KVCacheConfig:
 
     def quantizer_of(self, bits: int) -> str:
         """The quantizer of codes of that width."""
-        return self.quantizer if bits in TRELLIS_BITS else "scalar"
+        return self.quantizer if bits in TRELLISES else "scalar"
 
     def stream_formats(self, key_width: int, value_width: int) -> tuple[StreamFormat, StreamFormat]:
         """Formats of the keys and the values of a layer with these head widths."""
@@ -175,11 +175,11 @@ def parse_kv(spec: "str | KVCacheConfig | None") -> KVCacheConfig | None:
             raise ConfigError(f"kv option {key!r} is given twice in {spec!r}")
         given[key] = text
     changes = {key: _parse_value(key, text) for key, text in given.items() if key in _FIELDS}
-    made = dataclasses.replace(base, name=_name(spec), **changes)  # type: ignore[arg-type]
+    made = dataclasses.replace(base, name=spec_name(spec), **changes)  # type: ignore[arg-type]
     return _calibrated(made, given.get(_CALIBRATION), given.get(_BUDGET))
 
 
-def _name(spec: str) -> str:
+def spec_name(spec: str) -> str:
     """A SPEC as reports show it: of a file its last part, since folders differ by machine."""
     pairs = [part.partition("=") for part in spec.split(",")]
     return ",".join(

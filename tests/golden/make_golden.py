@@ -42,6 +42,8 @@ def formats() -> Iterator[StreamFormat]:
     yield StreamFormat("value", 80, 3, "value")
     yield StreamFormat("key", 64, 3, "score", mean="block0", tau=0.5, quantizer="trellis")
     yield StreamFormat("value", 128, 3, "score", quantizer="trellis")
+    yield StreamFormat("key", 64, 2, "score", mean="block0", tau=0.5, quantizer="trellis")
+    yield StreamFormat("value", 64, 4, "score", quantizer="trellis")
 
 
 def file_name(stream: StreamFormat) -> str:

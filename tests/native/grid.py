@@ -41,7 +41,9 @@ def _appends() -> list[Case]:
         for bits in BITS
     ]
     streams += [
-        StreamFormat(name, 80, 3, rule, quantizer="trellis") for name, rule in (("key", "score"), ("value", "value"))
+        StreamFormat(name, 80, bits, rule, quantizer="trellis")
+        for name, rule in (("key", "score"), ("value", "value"))
+        for bits in (2, 3, 4)
     ]
     return [
         append(

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from rotaryquant.config import KVCacheConfig, parse_kv
+from rotaryquant.config import KVCacheConfig, parse_kv, spec_name
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals import fidelity
 from rotaryquant.measuring import Outcome
@@ -33,14 +33,14 @@ def specs_of(base: str, parts: list[str] | None = None) -> dict[str, KVCacheConf
     kept = parse_kv(base)
     if kept is None:
         raise ConfigError(f"--kv {base} packs nothing: there is nothing to take out")
-    found = {base: kept}
+    found = {spec_name(base): kept}
     for part in parts or CHANGES:
         for change in CHANGES[part]:
             spec = f"{base},{change}"
             changed = parse_kv(spec)
             assert changed is not None
             if getattr(changed, part) != getattr(kept, part):
-                found[spec] = changed
+                found[spec_name(spec)] = changed
     return found
 
 
@@ -57,10 +57,10 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     Raises RotaryQuantError with one clear line for a wrong input.
     """
     parts = [part.strip() for part in args.parts.split(",")] if args.parts else None
-    specs = specs_of(args.kv, parts)
+    specs, base = specs_of(args.kv, parts), spec_name(args.kv)
     measured = fidelity.measure_text(args, specs, progress)
-    rows = [measured.result(spec) | {"against_base": measured.against(spec, args.kv)} for spec in specs]
-    return _outcome({**measured.about, "base": args.kv, "results": rows})
+    rows = [measured.result(spec) | {"against_base": measured.against(spec, base)} for spec in specs]
+    return _outcome({**measured.about, "base": base, "results": rows})
 
 
 def _outcome(data: dict[str, Any]) -> Outcome:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rotaryquant.config import KVCacheConfig
+from rotaryquant.config import KVCacheConfig, spec_name
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals.inputs import add_model_arguments, load_model
 from rotaryquant.evals.peers import parse_spec
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     data = {
         **provenance(),
         "model": model_name(args.model),
-        "kv": args.kv,
+        "kv": spec_name(args.kv),
         "tokens": args.tokens,
         "limits": {"repetition": limits.repetition, "divergence": limits.divergence, "strict": limits.strict},
         "passed": not any(row["reasons"] for row in rows),

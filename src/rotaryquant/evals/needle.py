@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from rotaryquant.config import KVCacheConfig, parse_kv
+from rotaryquant.config import KVCacheConfig, parse_kv, spec_name
 from rotaryquant.errors import ConfigError, RotaryQuantError
 from rotaryquant.evals.teacher_forcing import PathError
 from rotaryquant.integrations.transformers.cache import PackedCache
@@ -181,7 +181,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     from rotaryquant.evals.inputs import load_model, read_text
 
     specs: dict[str, KVCacheConfig | None] = {"fp16": None}
-    specs |= {spec: parse_kv(spec) for spec in args.kv or ["iso3"]}
+    specs |= {spec_name(spec): parse_kv(spec) for spec in args.kv or ["iso3"]}
     if not 1 <= args.needles <= 64 or args.questions < 1 or args.context < 256:
         raise ConfigError(
             f"needles={args.needles}, questions={args.questions}, context={args.context}: need 1 to 64, at least 1, "

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
-from rotaryquant.config import KVCacheConfig, parse_kv
+from rotaryquant.config import KVCacheConfig, parse_kv, spec_name
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals.inputs import add_model_arguments, load_model
 from rotaryquant.integrations.transformers.checkpoints import Loaded
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
 
     Raises RotaryQuantError with one clear line for a wrong input.
     """
-    kv = parse_kv(args.kv)
+    kv, name = parse_kv(args.kv), spec_name(args.kv)
     if kv is None:
         raise ConfigError(f"--kv {args.kv} packs nothing: the 16-bit cache is measured beside it anyway")
     if args.context < 1 or args.steps < 1:
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(text_config(loaded.model).vocab_size, (args.context,), generator=generator).tolist()
     progress(f"{args.context:,} tokens, then {args.steps} steps with each cache in turns")
-    found = measure(loaded, ids, {"fp16": None, args.kv: kv}, args.steps)
+    found = measure(loaded, ids, {"fp16": None, name: kv}, args.steps)
     data = {
         **provenance(),
         "model": model_name(args.model),
@@ -152,7 +152,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
         "threads": torch.get_num_threads(),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "attention_share": found["fp16"]["attention"] / found["fp16"]["step"],
-        "advice": advice(found["fp16"], found[args.kv], args.kv, args.context),
+        "advice": advice(found["fp16"], found[name], name, args.context),
         "results": [{"kv": name, **{f"{part}_ms": ms for part, ms in times.items()}} for name, times in found.items()],
     }
     rows = [

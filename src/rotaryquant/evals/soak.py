@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rotaryquant.config import KVCacheConfig, parse_kv
+from rotaryquant.config import KVCacheConfig, parse_kv, spec_name
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals.inputs import add_model_arguments, load_model
 from rotaryquant.evals.perplexity import nll
@@ -174,7 +174,13 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     if room is not None and args.longest > room:
         raise ConfigError(f"longest={args.longest}: the model has {room} positions")
     seen = measure(loaded, kv, text, args.seconds, args.longest, progress)
-    data = {**provenance(), "model": model_name(args.model), "text": Path(args.text).name, "kv": args.kv, **seen}
+    data = {
+        **provenance(),
+        "model": model_name(args.model),
+        "text": Path(args.text).name,
+        "kv": spec_name(args.kv),
+        **seen,
+    }
     data["reasons"] = judge(seen, args.slope)
     return _outcome(data)
 

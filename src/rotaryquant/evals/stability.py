@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotaryquant.config import KVCacheConfig, parse_kv
+from rotaryquant.config import KVCacheConfig, parse_kv, spec_name
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals import inputs
 from rotaryquant.evals.perplexity import window_nll
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
             f"reloads={args.reloads}, steps={args.steps}, context={args.context}, tokens={args.tokens}: need at least "
             f"2, 1, 512 and 1"
         )
-    specs = {"fp16": None, args.kv: parse_kv(args.kv)}
+    specs = {"fp16": None, spec_name(args.kv): parse_kv(args.kv)}
     text = read_text(Path(args.text))
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
     for number in range(args.reloads):

@@ -19,32 +19,55 @@ BITS = (2, 3, 4, 8, 32)
 #: How codes become levels: each alone, or each together with the one before it.
 QUANTIZERS = ("scalar", "trellis")
 
-#: Bits for which there is a trellis.
-TRELLIS_BITS = (3,)
-
 #: Columns that make a circle of a trellis: before the first comes the last.
 CYCLE = 16
 
 #: Steps to a level's own in which a trellis counts errors, so that every kernel finds the same path.
 FINE = 4
 
-#: Level of code c after code b at 8b + c, for values of variance 1 in steps of the unit, found by Lloyd's algorithm on
-#: circles of normal numbers (tests/formats/test_codebook.py has one round of it), and the mean squared error they
-#: leave: .649 of that of eight levels that stand alone.
+
+@dataclass(frozen=True)
+class Trellis:
+    """Levels for values of variance 1, found by Lloyd's algorithm on circles of normal numbers.
+
+    classes: the code before matters modulo this. levels: of code c after class b at b·2^bits + c, in steps of `unit`.
+    error: mean squared error that they leave.
+    """
+
+    classes: int
+    levels: tuple[int, ...]
+    unit: float
+    error: float
+
+
+#: By bits; tests/formats/test_codebook.py has one round of the algorithm. They leave .78, .65 and .67 of the error of
+#: as many levels that stand alone.
 # fmt: off
-_TRELLIS_LEVELS = (
-    -110,  10, -41,  49,  -6, -66,  26, -25,
-      52,  -1, -62,  29, -19,  76,  12, -43,
-      30, -14,  87,  14, -33,  50,  -1, -89,
-      13, -31,  44,  -1, -53,  27, -15,  64,
-      -4, -52,  22, -17,  60,   9, -32,  36,
-     -22, 109,   5, -44,  37,  -8, -68,  18,
-     -39,  40, -10, -79,  20, -24,  61,   3,
-     -60,  22, -25,  77,   5, -42,  41, -11,
-)
+TRELLISES = {
+    2: Trellis(4, (
+        -124,  10,  77, -45,
+          74, -30,  20, -84,
+           9, 124, -28,  49,
+         -45,  49, -81,   0,
+    ), 0.017062223726703275, 0.091549),
+    3: Trellis(8, (
+        -110,  10, -41,  49,  -6, -66,  26, -25,
+          52,  -1, -62,  29, -19,  76,  12, -43,
+          30, -14,  87,  14, -33,  50,  -1, -89,
+          13, -31,  44,  -1, -53,  27, -15,  64,
+          -4, -52,  22, -17,  60,   9, -32,  36,
+         -22, 109,   5, -44,  37,  -8, -68,  18,
+         -39,  40, -10, -79,  20, -24,  61,   3,
+         -60,  22, -25,  77,   5, -42,  41, -11,
+    ), 0.026232424649325285, 0.022415),
+    4: Trellis(4, (
+        -109,  -15,   26,  -57,   -5,   36,  -41,    3,   50,  -30,   11,   77,  -21,   18,  -77,  -10,
+          28,  -51,   -2,   42,  -35,    5,   58,  -25,   13,  110,  -16,   22,  -64,   -9,   34,  -44,
+           0,   46,  -30,   10,   69,  -21,   18,  -89,  -13,   26,  -54,   -5,   36,  -40,    5,   54,
+         -28,   11,   90,  -16,   22,  -68,   -9,   31,  -47,   -1,   43,  -35,    6,   63,  -22,   16,
+    ), 0.027750776030800558, 0.0063852),
+}
 # fmt: on
-_TRELLIS_UNIT = 0.026232424649325285
-_TRELLIS_ERROR = 0.022415
 
 _GRID_CELLS = 100_000
 _LEVEL_WIDTH = 128  # the integer levels are chosen once, at this width; only their unit follows the width
@@ -58,8 +81,8 @@ class Codebook:
     unit: size of one integer step in units of the row's root mean square.
     boundaries: midpoints between levels times unit; ties go up. Empty for 8 and 32 bits.
 
-    Of a trellis, `levels` has 64 entries: code c after code b has level 8·b + c. There are no boundaries, the codes of
-    a circle of 16 columns are chosen together (`ops/quantize`).
+    Of a trellis, `levels` are those of a `Trellis`. There are no boundaries: the codes of a circle of 16 columns are
+    chosen together (`ops/quantize`).
     """
 
     bits: int
@@ -147,12 +170,12 @@ def codebook(width: int, bits: int, quantizer: str = "scalar") -> Codebook:
 
     Up to 4 bits: integer Lloyd-Max levels. 8 bits: the uniform grid -127..127 whose step follows each row's
     largest magnitude, so it has no fixed unit. quantizer: of QUANTIZERS. Raises ValueError for other bits, and for a
-    trellis of other than 3 bits or of a width that is no multiple of CYCLE.
+    trellis of other bits than TRELLISES has or of a width that is no multiple of CYCLE.
     """
     if quantizer == "trellis":
-        if bits not in TRELLIS_BITS or width % CYCLE:
-            raise ValueError(f"a trellis has 3 bits and widths that are multiples of {CYCLE}, not {bits} and {width}")
-        return Codebook(bits, width, _TRELLIS_LEVELS, _TRELLIS_UNIT, ())
+        if bits not in TRELLISES or width % CYCLE:
+            raise ValueError(f"a trellis has 2 to 4 bits and widths of multiples of {CYCLE}, not {bits} and {width}")
+        return Codebook(bits, width, TRELLISES[bits].levels, TRELLISES[bits].unit, ())
     if bits not in BITS:
         raise ValueError(f"bits={bits} is unknown; valid: {', '.join(map(str, BITS))}")
     if bits == 8:
@@ -170,7 +193,7 @@ def codebook(width: int, bits: int, quantizer: str = "scalar") -> Codebook:
 def relative_error(width: int, bits: int, quantizer: str = "scalar") -> float:
     """|k - k̂|² / |k|² expected of a packed row (the codebook's mean squared error)."""
     if quantizer == "trellis":
-        return _TRELLIS_ERROR
+        return TRELLISES[bits].error
     if bits == 32:
         return 0.0
     if bits == 8:

@@ -86,12 +86,10 @@ class StreamFormat:
                 f"width={self.width} must be a multiple of 8 and of scale_group={self.scale_group}; "
                 f"leave such a layer at 16 bits with kv=fp16"
             )
-        if self.quantizer == "trellis" and (
-            self.bits not in codebooks.TRELLIS_BITS or self.scale_group % codebooks.CYCLE
-        ):
+        if self.quantizer == "trellis" and (self.bits not in codebooks.TRELLISES or self.scale_group % codebooks.CYCLE):
             raise ValueError(
-                f"quantizer=trellis has 3 bits and widths that are multiples of {codebooks.CYCLE}, not {self.bits} "
-                f"bits and width={self.width}; use quantizer=scalar"
+                f"quantizer=trellis has 2 to 4 bits and widths that are multiples of {codebooks.CYCLE}, not "
+                f"{self.bits} bits and width={self.width}; use quantizer=scalar"
             )
 
     @property
@@ -130,7 +128,7 @@ class StreamFormat:
 
     def with_bits(self, bits: int) -> "StreamFormat":
         """The same at another width of codes, which are scalar where there is no trellis of that width."""
-        quantizer = self.quantizer if bits in codebooks.TRELLIS_BITS else "scalar"
+        quantizer = self.quantizer if bits in codebooks.TRELLISES else "scalar"
         return dataclasses.replace(self, bits=bits, quantizer=quantizer)
 
     def to_dict(self) -> dict[str, Any]:

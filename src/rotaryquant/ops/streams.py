@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rotaryquant.formats.codebook import TRELLISES
 from rotaryquant.formats.kv import BLOCK, STRIP, StreamFormat
 from rotaryquant.ops.rotate import Rotation
 
@@ -18,9 +19,9 @@ SCALE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Codec:
     """Tables of one stream's quantiser on one device.
 
-    layout: of sealed strips, "key" or "value". levels: fp32 [2^bits] (256 entries -128..127 at 8 bits, empty at 32; of
-    a trellis [64], code c after code b at 8b + c). boundaries: fp32 [2^bits - 1] in units of the group's root mean
-    square, empty at 8 and 32 bits and for a trellis.
+    layout: of sealed strips, "key" or "value". levels: fp32 [classes · 2^bits] (256 entries -128..127 at 8 bits, empty
+    at 32). boundaries: fp32 [2^bits - 1] in units of the group's root mean square, empty at 8 and 32 bits and for a
+    trellis. classes: of a trellis, where a level depends on the code before it modulo this; 1 elsewhere.
     """
 
     layout: str
@@ -32,7 +33,12 @@ class Codec:
     unit: float
     levels: Tensor
     boundaries: Tensor
-    trellis: bool = False
+    classes: int = 1
+
+    @property
+    def trellis(self) -> bool:
+        """Whether codes are chosen together."""
+        return self.classes > 1
 
     @property
     def groups(self) -> int:
@@ -58,7 +64,7 @@ class Codec:
             book.unit,
             torch.tensor(book.levels, dtype=torch.float32, device=device),
             torch.tensor(book.boundaries, dtype=torch.float32, device=device),
-            stream.quantizer == "trellis",
+            TRELLISES[stream.bits].classes if stream.quantizer == "trellis" else 1,
         )
 
 

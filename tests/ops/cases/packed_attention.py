@@ -271,6 +271,12 @@ SPECS = {
         )
         for d, n in ((64, 3), (80, 2), (128, 1), (128, 8), (256, 5))
     },
+    **{
+        f"trellis, keys at {k} bits, values at {v}": Spec(
+            (257,), rows=rows, group=4, keys=key(64, k, quantizer="trellis"), values=value(80, v, quantizer="trellis"),
+        )
+        for k, v, rows in ((2, 4, 1), (4, 2, 2), (2, 2, 16), (4, 4, 16))
+    },
     "trellis, wide": Spec((300,), rows=16, group=4, keys=key(64, quantizer="trellis"), values=value()),
     "trellis of values": Spec((257,), rows=2, group=3, keys=key(64, 4), values=value(64, quantizer="trellis")),
     "trellis, groups of 64": Spec(

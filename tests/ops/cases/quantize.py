@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rotaryquant.formats.codebook import CYCLE
+from rotaryquant.formats.codebook import CYCLE, TRELLISES
 from rotaryquant.formats.kv import StreamFormat
 from rotaryquant.ops.quantize import quantize
 from rotaryquant.ops.streams import Codec
@@ -61,7 +61,7 @@ def _cases() -> list[Case]:
             name = f"{width}-{bits} bits-{rule}-group {group}-{dtype}"
             stream = StreamFormat("key", width, bits, rule, scale_group=group, scale_dtype=dtype)
             cases.append(_case(name, stream))
-            if bits == 3 and group % CYCLE == 0:
+            if bits in TRELLISES and group % CYCLE == 0:
                 name += "-trellis"
                 cases.append(_case(name, dataclasses.replace(stream, quantizer="trellis")))
     return cases

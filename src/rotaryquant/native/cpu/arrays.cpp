@@ -161,10 +161,10 @@ Codec make_codec(const std::string& layout, int64_t width, int64_t bits, const s
   require(scale_dtype == "bf16" || scale_dtype == "fp16", "codec: scale_dtype must be bf16 or fp16");
   c.scale_dtype = scale_dtype == "bf16" ? Dtype::bf16 : Dtype::f16;
   c.unit = static_cast<float>(unit);
-  require(!trellis || (bits == 3 && width % 16 == 0), "codec: a trellis has 3 bits and widths that are multiples of 16");
+  require(!trellis || (bits <= 4 && width % 16 == 0), "codec: a trellis has up to 4 bits and widths of multiples of 16");
   require(!trellis || unit > 0, "codec: a trellis has a unit above 0");
   c.trellis = trellis;
-  const int64_t count = trellis ? 64 : int64_t{1} << bits;
+  const int64_t count = (int64_t{1} << bits) * (!trellis ? 1 : bits == 3 ? 8 : 4);
   const float* level = levels.of_type("codec: levels", Dtype::f32).of_shape("codec: levels", {count})
                            .contiguous("codec: levels").at<const float>();
   if (bits == 8) {

@@ -125,22 +125,28 @@ struct LevelTable {
 #endif
 };
 
+// Where indices of a trellis' tables have the code and the class before it, by bits and table (strip.h, level_vector).
+constexpr int kCodeAt[5][3] = {{}, {}, {0, 2, 4}, {0, 3, 0}, {0, 2, 0}};
+constexpr int kClassAt[5][3] = {{}, {}, {2, 4, 2}, {3, 0, 3}, {4, 0, 4}};
+
 template <int KIND>
 RQ_INLINE LevelTable make_level_table(const float* levels, int bias) {
   LevelTable table;
   table.bias = (uint8_t)bias;
   if (KIND == 8) return table;
   uint8_t entries[64];
-  for (int i = 0; i < 64; i++) entries[i] = (uint8_t)((int)levels[KIND == kTrellis ? i : i % (1 << KIND)] + bias);
+  constexpr int count_of_levels = kClasses<KIND> << kBits<KIND>;
+  for (int i = 0; i < 64; i++) entries[i] = (uint8_t)((int)levels[i % count_of_levels] + bias);
 #if RQ_LANES == 16
   uint8_t count[64];
   for (int i = 0; i < 64; i++) count[i] = (uint8_t)i;
   const vb index = load_bytes(count), all = load_bytes(entries);
   RQ_UNROLL for (int t = 0; t < 3; t++) {
-    // a trellis has its second table for fields that hold the predecessor below the code
-    const vb code = KIND != kTrellis ? (index >> (uint8_t)(kBits<KIND> * t)) & (uint8_t)((1 << kBits<KIND>) - 1)
-                    : t == 1         ? ((index & (uint8_t)7) << (uint8_t)3) | (index >> (uint8_t)3)
-                                     : index;
+    constexpr int bits = kBits<KIND>;
+    vb code = index >> (uint8_t)(kPaths<KIND> ? kCodeAt[bits][t] : bits * t) & (uint8_t)((1 << bits) - 1);
+    if (kPaths<KIND>) {
+      code |= (index >> (uint8_t)kClassAt[bits][t] & (uint8_t)(kClasses<KIND> - 1)) << (uint8_t)bits;
+    }
     table.at[t] = _mm512_permutexvar_epi8((__m512i)code, (__m512i)all);
   }
 #else

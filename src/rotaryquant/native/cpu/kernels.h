@@ -41,11 +41,15 @@ struct Rotation {
   const float* matrix = nullptr;  // [heads, width, width] or null; replaces the rest
 };
 
-// Kinds of codes that templates are made for: so many bits, or kTrellis, 3 bits each of which names a level together with
-// its predecessor's (trellis.h).
-constexpr int kTrellis = 67;
+// Kinds of codes that templates are made for: so many bits, or kTrellis more, where a code names its level together with
+// the one before it (trellis.h), of which only the class counts: what is left of it modulo kClasses.
+constexpr int kTrellis = 64;
 template <int KIND>
-constexpr int kBits = KIND == kTrellis ? 3 : KIND;
+constexpr bool kPaths = KIND > kTrellis;
+template <int KIND>
+constexpr int kBits = kPaths<KIND> ? KIND - kTrellis : KIND;
+template <int KIND>
+constexpr int kClasses = !kPaths<KIND> ? 1 : kBits<KIND> == 3 ? 8 : 4;
 
 struct Codec {
   int64_t width = 0, bits = 0, group = 0;
@@ -54,11 +58,11 @@ struct Codec {
   Rule rule = Rule::norm;
   Dtype scale_dtype = Dtype::bf16;
   float unit = 0;
-  float levels[64] = {};      // up to 4 bits 2^bits, of a trellis 8 for each predecessor; at 8 bits code - 128
+  float levels[64] = {};      // up to 4 bits 2^bits, of a trellis for each class before; at 8 bits a level is code - 128
   float boundaries[16] = {};  // 2^bits - 1 of them
   int64_t groups() const { return width / group; }
   int64_t code_bytes() const { return width * bits / 8; }
-  int64_t kind() const { return trellis ? kTrellis : bits; }
+  int64_t kind() const { return trellis ? kTrellis + bits : bits; }
 };
 
 // Packed rows: block b at slab b / blocks_per_slab, all slabs with the same strides. Scales count in elements.

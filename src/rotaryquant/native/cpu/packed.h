@@ -62,7 +62,9 @@ RQ_INLINE void round_queries(const Tile& t) {
     case 2: CALL(2); break;               \
     case 3: CALL(3); break;               \
     case 4: CALL(4); break;               \
-    case kTrellis: CALL(kTrellis); break; \
+    case 66: CALL(66); break;             \
+    case 67: CALL(67); break;             \
+    case 68: CALL(68); break;             \
     default: CALL(8);                     \
   }
 

@@ -75,16 +75,19 @@ RQ_INLINE Sums code_group_int8(float* z, int64_t count, float largest, uint8_t* 
 }
 
 // A trellis: circles of 16 values, each coded as a whole.
+template <int KIND>
 RQ_INLINE Sums code_group_trellis(const Codec& codec, const float* z, int64_t count, float rms, uint8_t* codes) {
-  int32_t levels[kStates * kStates], x[kCycle];
-  for (int k = 0; k < kStates * kStates; k++) levels[k] = kFine * (int32_t)codec.levels[k];
+  constexpr int classes = kClasses<KIND>, codes_each = 1 << kBits<KIND>;
+  int32_t levels[classes * codes_each], x[kCycle];
+  for (int k = 0; k < classes * codes_each; k++) levels[k] = kFine * (int32_t)codec.levels[k];
   const float steps = (float)kFine / codec.unit;
   Sums s = {0, 0, 0};
   for (int64_t i = 0; i < count; i += kCycle) {
     for (int j = 0; j < kCycle; j++) x[j] = rms > 0 ? (int32_t)__builtin_floorf(z[i + j] / rms * steps + 0.5f) : 0;
-    trellis_codes(levels, x, codes + i);
+    trellis_codes<KIND>(levels, x, codes + i);
     for (int j = 0; j < kCycle; j++) {
-      const float level = codec.levels[kStates * codes[i + (j + kCycle - 1) % kCycle] + codes[i + j]], v = z[i + j];
+      const int before = codes[i + (j + kCycle - 1) % kCycle] % classes;
+      const float level = codec.levels[codes_each * before + codes[i + j]], v = z[i + j];
       s.squares += v * v;
       s.dot += v * level;
       s.level_squares += level * level;
@@ -104,7 +107,7 @@ RQ_INLINE float quantize_group(const Codec& codec, float* y, int64_t count, uint
   if (largest == 0) {
     bool zero = true;  // NaN escapes the maximum
     for (int64_t i = 0; i < count; i++) zero &= y[i] == 0;
-    if constexpr (KIND == kTrellis) code_group_trellis(codec, y, count, 0, codes);
+    if constexpr (kPaths<KIND>) code_group_trellis<KIND>(codec, y, count, 0, codes);
     else fill_codes(codes, count, KIND == 8 ? 128 : 1 << (kBits<KIND> - 1));
     return zero ? 0.0f : kInfinity;
   }
@@ -125,7 +128,7 @@ RQ_INLINE float quantize_group(const Codec& codec, float* y, int64_t count, uint
   const float rms = __builtin_sqrtf(sum(squares) / (float)count);
   Sums s;
   if constexpr (KIND == 8) s = code_group_int8(y, count, top, codes);
-  else if constexpr (KIND == kTrellis) s = code_group_trellis(codec, y, count, rms, codes);
+  else if constexpr (kPaths<KIND>) s = code_group_trellis<KIND>(codec, y, count, rms, codes);
   else s = code_group<KIND>(codec, y, count, rms, codes);
   float scale;
   if (codec.rule == Rule::norm) scale = KIND == 8 ? top / 127.0f : rms * codec.unit;

@@ -156,7 +156,9 @@ void rotate(const RotateArgs& args, int64_t batch, int64_t head, int64_t first, 
 void quantize(const QuantizeArgs& args, int64_t first, int64_t count, char* scratch) {
   RowScratch& s = *(RowScratch*)scratch;
   switch (args.codec.kind()) {
-    case kTrellis: return quantize_rows<kTrellis>(args, first, count, s);
+    case 66: return quantize_rows<66>(args, first, count, s);
+    case 67: return quantize_rows<67>(args, first, count, s);
+    case 68: return quantize_rows<68>(args, first, count, s);
     case 2: return quantize_rows<2>(args, first, count, s);
     case 3: return quantize_rows<3>(args, first, count, s);
     case 4: return quantize_rows<4>(args, first, count, s);
@@ -178,7 +180,9 @@ Met append(const AppendArgs& args, const AppendUnit& unit, char* scratch) {
   s.rotation = rotation_of(args.rotation, unit.head, false);
   const float* mean = args.mean.data ? (const float*)row_address(args.mean, unit.batch, unit.head, 0) : nullptr;
   switch (args.stream.codec.kind()) {
-    case kTrellis: return append_rows<kTrellis>(args, unit, s, mean);
+    case 66: return append_rows<66>(args, unit, s, mean);
+    case 67: return append_rows<67>(args, unit, s, mean);
+    case 68: return append_rows<68>(args, unit, s, mean);
     case 2: return append_rows<2>(args, unit, s, mean);
     case 3: return append_rows<3>(args, unit, s, mean);
     case 4: return append_rows<4>(args, unit, s, mean);

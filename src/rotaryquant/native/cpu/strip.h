@@ -152,12 +152,12 @@ RQ_INLINE void unpack_strip(const uint8_t* in, int64_t width, bool keys, uint8_t
 // Eight vectors of codes become vectors of levels. keys: their layout.
 template <int KIND>
 RQ_INLINE void look_up_chunk(const LevelTable& table, bool keys, uint8_t* vectors) {
-  if constexpr (KIND == kTrellis) trellis_indices(keys, vectors);
+  if constexpr (kPaths<KIND>) trellis_indices<KIND>(keys, vectors);
   else (void)keys;
   for (int64_t at = 0; at < kChunkVectors * kVector; at += RQ_BYTES) {
     const vb codes = load_bytes(vectors + at);
     if constexpr (KIND == 8) store_bytes(vectors + at, codes + (uint8_t)(table.bias - 128));
-    else if constexpr (KIND == kTrellis) store_bytes(vectors + at, look_up_64(table, codes));
+    else if constexpr (kPaths<KIND>) store_bytes(vectors + at, look_up_64(table, codes));
     else store_bytes(vectors + at, look_up(table, codes));
   }
 }
@@ -185,6 +185,21 @@ RQ_INLINE Planes<BITS> load_planes(const uint8_t* in) {
   return planes;
 }
 
+RQ_INLINE __m512i look_up_merged(__m512i table, int mask, __m512i codes, __m512i classes) {
+  return _mm512_permutexvar_epi8(merge(mask, codes, classes), table);
+}
+
+// Of keys: for each code of plane p the one of the column before it, in the same field of the same lane. That is the
+// byte before it, and before a byte that begins four columns the last of the four columns before.
+template <int BITS>
+RQ_INLINE __m512i columns_before(const Planes<BITS>& planes, int p) {
+  __m512i quads = planes.at[(p + (BITS == 2 ? 1 : 3)) % (BITS == 2 ? 2 : 4)];
+  // at 2 bits a plane has two quads of columns: the second follows the first
+  if (BITS == 2) quads = merge(0xf0, _mm512_slli_epi16(planes.at[p], 4), _mm512_srli_epi16(quads, 4));
+  const __m512i last = _mm512_set1_epi32((int)0xff000000);
+  return _mm512_rol_epi32(_mm512_ternarylogic_epi32(last, quads, planes.at[p], 0xca), 8);
+}
+
 // Levels of vector v of a chunk of keys or values, of at most 4 bits. A field that reaches into the top two bits of its
 // byte is shifted to where another table of the same codes reads it. Of a trellis the codes before those of a plane are a
 // vector themselves: their fields lie where those of the plane do, and one of them moves beside its successor.
@@ -193,12 +208,20 @@ RQ_INLINE __m512i level_vector(const LevelTable& table, const Planes<kBits<KIND>
   constexpr int BITS = kBits<KIND>, per_plane = 8 / BITS;
   const int field = v % per_plane, p = v / per_plane;
   const __m512i plane = planes.at[p];
-  if constexpr (KIND == kTrellis) {
-    const __m512i last = _mm512_set1_epi32((int)0xff000000), other = planes.at[(p + 3) % 4];
-    const __m512i before = KEYS ? _mm512_rol_epi32(_mm512_ternarylogic_epi32(last, other, plane, 0xca), 8)
-                                : _mm512_alignr_epi32(plane, plane, 15);
-    if (field == 0) return _mm512_permutexvar_epi8(merge(0x07, plane, _mm512_slli_epi16(before, 3)), table.at[0]);
-    return _mm512_permutexvar_epi8(merge(0x38, plane, _mm512_srli_epi16(before, 3)), table.at[1]);
+  if constexpr (kPaths<KIND>) {
+    const __m512i before = KEYS ? columns_before<BITS>(planes, p) : _mm512_alignr_epi32(plane, plane, 15);
+    if constexpr (BITS == 2) {
+      if (field == 0) return look_up_merged(table.at[0], 0x03, plane, _mm512_slli_epi16(before, 2));
+      if (field == 1) return look_up_merged(table.at[1], 0x0c, plane, _mm512_slli_epi16(before, 2));
+      if (field == 2) return look_up_merged(table.at[2], 0x30, plane, _mm512_srli_epi16(before, 2));
+      return look_up_merged(table.at[2], 0x30, _mm512_srli_epi16(plane, 2), _mm512_srli_epi16(before, 4));
+    }
+    if constexpr (BITS == 3) {
+      if (field == 0) return look_up_merged(table.at[0], 0x07, plane, _mm512_slli_epi16(before, 3));
+      return look_up_merged(table.at[1], 0x38, plane, _mm512_srli_epi16(before, 3));
+    }
+    if (field == 0) return look_up_merged(table.at[0], 0x0f, plane, _mm512_slli_epi16(before, 4));
+    return look_up_merged(table.at[1], 0x3c, _mm512_srli_epi16(plane, 2), _mm512_srli_epi16(before, 4));
   }
   if (BITS == 4 && field == 1) return _mm512_permutexvar_epi8(_mm512_srli_epi16(plane, 4), table.at[0]);
   if (BITS == 2 && field == 3) return _mm512_permutexvar_epi8(_mm512_srli_epi16(plane, 2), table.at[2]);

@@ -27,10 +27,11 @@ def _scale(y: Tensor, levels: Tensor, codec: Codec, rms: Tensor) -> Tensor:
 
 
 def _levels(codes: Tensor, codec: Codec) -> Tensor:
-    """Level of each code, of the same shape; in a trellis it depends on the code before it in its circle too."""
+    """Level of each code, of the same shape; in a trellis it depends on the class of the one before it too."""
     if codec.trellis:
         circles = codes.view(*codes.shape[:-1], codes.shape[-1] // CYCLE, CYCLE)
-        codes = (8 * circles.roll(1, -1) + circles).flatten(-2)
+        before = circles.roll(1, -1) % codec.classes
+        codes = ((before << codec.bits) + circles).flatten(-2)
     return codec.levels[codes]
 
 
@@ -38,32 +39,41 @@ def _trellis_codes(t: Tensor, codec: Codec) -> Tensor:
     """Codes int64 of values in units of their root mean square: the circles with the least squared error.
 
     Errors are counted in integers, FINE of them to a step of a level, so that ties do not depend on rounding: of equal
-    circles the one with the lowest last code is taken, and then the lowest codes before it.
+    circles the one that ends with the lowest class is taken, then that with the lowest classes before, then the lowest
+    codes.
     """
     fine = (t * (FINE / codec.unit) + 0.5).floor().long()
     circles = fine.reshape(-1, CYCLE)
-    levels = FINE * codec.levels.long().view(8, 8)
-    parts = [_best_circles(part, levels) for part in torch.split(circles, _CIRCLES)]
-    return torch.cat(parts).view(t.shape)
+    levels = FINE * codec.levels.long().view(codec.classes, -1)
+    return torch.cat([_best_circles(part, levels) for part in torch.split(circles, _CIRCLES)]).view(t.shape)
+
+
+def _first_least(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Smallest entries of integers along a dimension, and the first place of each."""
+    count = x.shape[dim]
+    order = torch.arange(count, device=x.device).view([-1 if d == dim else 1 for d in range(x.dim())])
+    least = (x * count + order).amin(dim)
+    return least // count, least % count
 
 
 def _best_circles(x: Tensor, levels: Tensor) -> Tensor:
-    """Codes [circles, CYCLE] of x, integers of the same shape (Viterbi for each last code). levels: [before, code]."""
-    circles, states = len(x), len(levels)
-    unreached = torch.iinfo(torch.int64).max // (4 * states)
-    cost = torch.full((circles, states, states), unreached, device=x.device)  # of each last code and state
+    """Codes [circles, CYCLE] of x, integers of the same shape (Viterbi for each last class). levels: [class, code]."""
+    circles, classes = len(x), len(levels)
+    cost = torch.full((circles, classes, classes), 1 << 40, device=x.device)  # of each last class and state
     cost.diagonal(dim1=1, dim2=2).zero_()
-    came = []
+    came, chosen = [], []
     for column in range(CYCLE):
-        error = (x[:, column, None, None] - levels).square()  # [circles, before, code]
-        least = ((cost[..., None] + error[:, None]) * states + torch.arange(states, device=x.device)[:, None]).amin(2)
-        cost = least // states
-        came.append(least % states)
-    state = (cost.diagonal(dim1=1, dim2=2) * states + torch.arange(states, device=x.device)).amin(1) % states
+        error = (x[:, column, None, None] - levels).square().view(circles, classes, -1, classes)
+        step, code = _first_least(error, 2)  # [circles, class before, class], by the codes that lead there
+        cost, before = _first_least(cost[..., None] + step[:, None], 2)
+        came.append(before)
+        chosen.append(code * classes + torch.arange(classes, device=x.device))
+    state = _first_least(cost.diagonal(dim1=1, dim2=2), 1)[1]
     end, rows, codes = state, torch.arange(circles, device=x.device), torch.empty_like(x)
     for column in range(CYCLE - 1, -1, -1):
-        codes[:, column] = state
-        state = came[column][rows, end, state]
+        before = came[column][rows, end, state]
+        codes[:, column] = chosen[column][rows, before, state]
+        state = before
     return codes
 
 
