@@ -91,7 +91,12 @@ class KVCacheConfig:
         return self.quantizer if bits in TRELLISES else "scalar"
 
     def stream_formats(self, key_width: int, value_width: int) -> tuple[StreamFormat, StreamFormat]:
-        """Formats of the keys and the values of a layer with these head widths."""
+        """Formats of the keys and the values of a layer with these head widths.
+
+        Raises ConfigError for a width that cannot be packed, and where each layer has bits of its own (`of_layer`).
+        """
+        if self.allocation is not None:
+            raise ConfigError(f"kv={self.name}: every layer has bits of its own, so this needs a whole model")
         rules = SCALES[self.scale]
         mean, tau = ("block0", self.tau) if self.mean else ("none", 0.0)
         try:

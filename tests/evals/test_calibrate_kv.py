@@ -158,6 +158,17 @@ def test_wrong_options_are_named(options: str, says: str, side: Path) -> None:
         config_of(side, options)
 
 
+def test_bits_by_layer_belong_to_a_model(side: Path, run: Run) -> None:
+    with pytest.raises(ConfigError, match="every layer has bits of its own"):
+        config_of(side).stream_formats(64, 64)
+    assert config_of(side).of_layer(0).allocation is None
+    with pytest.raises(ConfigError, match="layer 7 was not calibrated"):
+        config_of(side).of_layer(7)
+    status, _, err = run("bench", "attention", "--kv", f"iso3,calibration={side}", "--lengths", "512")
+    assert status == 2
+    assert "this needs a whole model" in err
+
+
 def test_a_budget_needs_a_file() -> None:
     with pytest.raises(ConfigError, match="add calibration=FILE"):
         parse_kv("iso3,budget=3")

@@ -145,11 +145,11 @@ def test_a_trellis_is_at_rest(bits: int) -> None:
     """Its error is what it says, far below that of lone levels; a round of Lloyd's algorithm would gain hardly more."""
     book, levels = codebook(128, bits, "trellis"), table_of(bits)
     rng = np.random.default_rng(7)
-    train, test = rng.standard_normal((3000, CYCLE)), rng.standard_normal((3000, CYCLE))
+    train, test = rng.standard_normal((1200, CYCLE)), rng.standard_normal((1200, CYCLE))
     indices, _ = circle_errors(train, levels)
     moved = np.array([train[indices == k].mean() for k in range(levels.size)]).reshape(levels.shape)
     errors = [circle_errors(test, table)[1].mean() / CYCLE for table in (levels, moved)]
-    assert errors[0] == pytest.approx(relative_error(128, bits, "trellis"), rel=0.03)
+    assert errors[0] == pytest.approx(relative_error(128, bits, "trellis"), rel=0.04)
     assert errors[0] < {2: 0.8, 3: 0.67, 4: 0.69}[bits] * relative_error(128, bits)
     assert errors[1] > 0.985 * errors[0]
     assert max(map(abs, book.levels)) <= 127

@@ -573,3 +573,19 @@ def test_layers_that_share_a_cache_ask_in_their_own_way() -> None:
         assert torch.equal(ask(options[0]), alone[0])
         assert torch.equal(ask(option), wanted)
     assert torch.equal(ask(options[-2]), alone[-2])
+
+
+def test_rows_are_kept_differently_until_some_are_packed() -> None:
+    layer = PackedLayer(KVCacheConfig(tail=1 << 30, protect=False), 0)
+    keys, values = torch.randn(1, 2, 200, 64), torch.randn(1, 2, 200, 64)
+    layer.update(keys, values)
+    layer.settle(None)
+    with pytest.raises(ValueError, match="layer 0: packed rows and sinks stay"):
+        layer.reconfigure(KVCacheConfig(sinks=0))
+    layer.reconfigure(KVCacheConfig(key_bits=2, protect=False))
+    layer.update(keys[:, :, :1], values[:, :, :1])
+    assert layer.keys is not None
+    assert layer.keys.format.bits == 2
+    assert layer.rows[0].packed_len == 128
+    with pytest.raises(ValueError, match="packed rows and sinks stay"):
+        layer.reconfigure(KVCacheConfig())

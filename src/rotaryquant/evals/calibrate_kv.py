@@ -79,10 +79,10 @@ def measure(
 ) -> Calibration:
     """Sensitivities of a model's packable layers.
 
-    kv: how rows are rotated and scaled, and what stays exact beside the packed ones. text: what the model reads.
-    tokens: predictions to compare, rounded up to whole windows of `context`, half of which is prefix.
-    any_baseline: go on where the exact perplexity is implausible. Raises ConfigError where the text is too short,
-    nothing would be packed, or the text does not fit the model.
+    kv: how rows are rotated and scaled, and what stays exact beside the packed ones; probes are scalar whatever its
+    quantizer. text: what the model reads. tokens: predictions to compare, rounded up to whole windows of `context`, half
+    of which is prefix. any_baseline: go on where the exact perplexity is implausible. Raises ConfigError where the text
+    is too short, nothing would be packed, or the text does not fit the model.
     """
     if context // 2 < packing_starts(kv) + BLOCK:
         raise ConfigError(
@@ -90,7 +90,7 @@ def measure(
             f"use at least {2 * (packing_starts(kv) + BLOCK)}"
         )
     windows, start = windows_of(loaded, text, context, tokens)
-    still = dataclasses.replace(kv, allocation=None, tail=_ALL, protect=False)
+    still = dataclasses.replace(kv, tail=_ALL, protect=False)
     with enabled(loaded.model, still) as state:
         assert state is not None
         layers = [layer for layer in state.geometry if layer.packable]
@@ -141,7 +141,7 @@ def _probe(loaded: Loaded, window: _Window, kv: KVCacheConfig, index: int, which
     layer = cache.packed_layer(index)
     assert layer is not None
     bits = (PROBE_BITS, _QUIET_BITS) if which == 0 else (_QUIET_BITS, PROBE_BITS)
-    layer.reconfigure(dataclasses.replace(kv, key_bits=bits[0], value_bits=bits[1], allocation=None, protect=False))
+    layer.reconfigure(dataclasses.replace(kv, key_bits=bits[0], value_bits=bits[1], quantizer="scalar", protect=False))
     total, at = 0.0, 0
     with torch.inference_mode():
         for part in torch.split(window.rest, BLOCK):
