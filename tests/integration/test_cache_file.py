@@ -15,6 +15,7 @@ from transformers.cache_utils import StaticCache
 
 from rotaryquant import KVCacheConfig, enabled, parse_kv
 from rotaryquant.errors import CacheFileError
+from rotaryquant.formats.kv import VERSION
 from rotaryquant.integrations.transformers import cache_file
 from rotaryquant.integrations.transformers.cache import PackedCache
 from rotaryquant.integrations.transformers.cache_file import load_cache, save_cache
@@ -164,11 +165,12 @@ def test_another_dtype_is_refused(tmp_path: Path) -> None:
         load_cache(path, other, empty(other, "iso3"))
 
 
-def test_a_newer_version_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [VERSION - 1, VERSION + 1])
+def test_another_version_is_refused(other: int, tmp_path: Path) -> None:
     model, path = tiny(), tmp_path / "cache.safetensors"
     written(model, path, "iso3")
-    rewritten(path, lambda header, _: header.update(version=2))
-    with pytest.raises(CacheFileError, match=r"version is 2 in the file, 1 here"):
+    rewritten(path, lambda header, _: header.update(version=other))
+    with pytest.raises(CacheFileError, match=rf"version is {other} in the file, {VERSION} here"):
         load_cache(path, model, empty(model, "iso3"))
 
 

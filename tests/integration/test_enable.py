@@ -180,7 +180,7 @@ def test_another_cache_implementation_is_refused(model: PreTrainedModel, impleme
         ("iso5", r"kv='iso5' is unknown; valid presets: fp16, iso3, iso3-strict"),
         ("", r"kv='' is empty; valid presets: fp16"),
         (" , ", r"is empty"),
-        ("iso3,bits=3", r"option 'bits=3' is unknown; valid keys: key_bits, value_bits, rotation"),
+        ("iso3,bits=3", r"option 'bits=3' is unknown; valid keys: key_bits, value_bits, quantizer, rotation"),
         ("iso3,sinks", r"option 'sinks' is unknown"),
         ("iso3,name=x", r"option 'name=x' is unknown"),
         ("iso3,sinks=many", r"kv sinks='many': wanted a value like 4"),

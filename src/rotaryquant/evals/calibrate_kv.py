@@ -80,9 +80,9 @@ def measure(
     """Sensitivities of a model's packable layers.
 
     kv: how rows are rotated and scaled, and what stays exact beside the packed ones; probes are scalar whatever its
-    quantizer. text: what the model reads. tokens: predictions to compare, rounded up to whole windows of `context`, half
-    of which is prefix. any_baseline: go on where the exact perplexity is implausible. Raises ConfigError where the text
-    is too short, nothing would be packed, or the text does not fit the model.
+    quantizer. text: what the model reads. tokens: predictions to compare, rounded up to whole windows of `context`,
+    half of which is prefix. any_baseline: go on where the exact perplexity is implausible. Raises ConfigError where the
+    text is too short, nothing would be packed, or the text does not fit the model.
     """
     if context // 2 < packing_starts(kv) + BLOCK:
         raise ConfigError(
