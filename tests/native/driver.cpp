@@ -201,8 +201,8 @@ class Call {
     Fields& f = *take(fields, name, 'o').object;
     return make_codec(take(f, "layout", 's').text, take(f, "width", 'i').integer, take(f, "bits", 'i').integer,
                       take(f, "rule", 's').text, take(f, "group", 'i').integer, take(f, "scale_dtype", 's').text,
-                      take(f, "unit", 'd').real, take(f, "levels", 'a').arrays[0],
-                      take(f, "boundaries", 'a').arrays[0]);
+                      take(f, "unit", 'd').real, take(f, "trellis", 'i').integer != 0,
+                      take(f, "levels", 'a').arrays[0], take(f, "boundaries", 'a').arrays[0]);
   }
 
   static void check_taken(const Fields& fields) {

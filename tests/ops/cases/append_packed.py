@@ -119,6 +119,7 @@ SPECS = {
     "width 80": Spec(_key(80, 3), ((129,),), torch.bfloat16),
     "trellis": Spec(_key(128, 3, quantizer="trellis"), ((63, 1), (64, 2), (1, 127), (129, 254)), mean=True),
     "trellis, 2 bits": Spec(_key(64, 2, quantizer="trellis"), ((63, 1), (66, 128))),
+    "trellis, nothing new": Spec(_key(64, 3, quantizer="trellis"), ((0, 0), (0, 33), (0, 0))),
     "trellis, 4 bits": Spec(_key(80, 4, quantizer="trellis"), ((63, 1), (66, 128))),
     "trellis of 64 in bf16": Spec(_key(64, 3, quantizer="trellis"), ((130, 127),), torch.bfloat16),
     "width 96, 4 bits": Spec(_key(96, 4), ((128,),)),

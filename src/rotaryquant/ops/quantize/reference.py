@@ -63,7 +63,7 @@ def _best_circles(x: Tensor, levels: Tensor) -> Tensor:
     cost.diagonal(dim1=1, dim2=2).zero_()
     came, chosen = [], []
     for column in range(CYCLE):
-        error = (x[:, column, None, None] - levels).square().view(circles, classes, -1, classes)
+        error = (x[:, column, None, None] - levels).square().view(circles, classes, levels.shape[1] // classes, classes)
         step, code = _first_least(error, 2)  # [circles, class before, class], by the codes that lead there
         cost, before = _first_least(cost[..., None] + step[:, None], 2)
         came.append(before)
