@@ -36,11 +36,12 @@ class LayerWidths:
 class Allocation:
     """Bits of every packed layer of one checkpoint.
 
-    model: fingerprint of the checkpoint. layers: ascending. mean_bits: of a code over all values. expected: KL
-    divergence in nats, by the sum over streams.
+    model, text: fingerprints of the checkpoint and of the text it was calibrated on. layers: ascending. mean_bits: of a
+    code over all values. expected: KL divergence in nats, by the sum over streams.
     """
 
     model: str
+    text: str
     layers: tuple[LayerWidths, ...]
     mean_bits: float
     expected: float
@@ -69,6 +70,7 @@ def allocate(calibration: Calibration, budget: float, quantizer: str = "scalar")
     spent = sum(width * count for width, count in zip(bits, values, strict=True))
     return Allocation(
         model=calibration.model,
+        text=calibration.text,
         layers=tuple(
             LayerWidths(layer.index, key_bits, value_bits)
             for layer, key_bits, value_bits in zip(layers, bits[::2], bits[1::2], strict=True)

@@ -1,6 +1,7 @@
 """What evaluations and benchmarks share: a text that is read, data and a table that are handed back, provenance."""
 
 import datetime
+import hashlib
 import platform
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -51,6 +52,11 @@ def installed(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def text_fingerprint(text: str) -> str:
+    """By which a file knows the text that it was made from."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_text(path: Path) -> str:

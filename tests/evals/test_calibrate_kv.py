@@ -169,6 +169,15 @@ def test_bits_by_layer_belong_to_a_model(side: Path, run: Run) -> None:
     assert "this needs a whole model" in err
 
 
+def test_the_text_it_was_calibrated_on_is_not_scored(folder: Path, side: Path, run: Run) -> None:
+    (folder / "other.txt").write_text(TEXT + "Another end.")
+    words = ["--kv", f"iso3,calibration={side}", "--context", "600", "--tokens", "200", "--any-baseline"]
+    status, _, err = run("eval", "fidelity", str(folder), "--text", str(folder / "text.txt"), *words)
+    assert status == 2
+    assert "calibrated on the text that is scored" in err
+    assert run("eval", "fidelity", str(folder), "--text", str(folder / "other.txt"), *words)[0] == 0
+
+
 def test_a_budget_needs_a_file() -> None:
     with pytest.raises(ConfigError, match="add calibration=FILE"):
         parse_kv("iso3,budget=3")

@@ -7,7 +7,6 @@ the error of that stream costs. Everything else stays exact, so the costs of two
 
 import copy
 import dataclasses
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -26,7 +25,7 @@ from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.enable import enabled
 from rotaryquant.integrations.transformers.fingerprint import checkpoint_fingerprint
 from rotaryquant.kv.tail import packing_starts
-from rotaryquant.measuring import model_name
+from rotaryquant.measuring import model_name, text_fingerprint
 
 #: Bits of the rows whose effect is measured: few, so that it stands out.
 PROBE_BITS = 2
@@ -111,7 +110,7 @@ def measure(
     return Calibration(
         model=checkpoint_fingerprint(loaded.model),
         name=model_name(loaded.name),
-        text=hashlib.sha256(text.encode()).hexdigest()[:16],
+        text=text_fingerprint(text),
         tokens=count,
         context=context,
         probe_bits=PROBE_BITS,

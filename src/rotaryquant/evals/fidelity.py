@@ -30,7 +30,7 @@ from rotaryquant.integrations.transformers.enable import enabled
 from rotaryquant.integrations.transformers.report import layer_bits
 from rotaryquant.integrations.transformers.tokens import encode_text
 from rotaryquant.kv import accounting, heap
-from rotaryquant.measuring import Outcome, model_name, provenance, read_text
+from rotaryquant.measuring import Outcome, model_name, provenance, read_text, text_fingerprint
 
 
 @dataclass
@@ -197,6 +197,7 @@ def measure_text(
     if args.context < 512 or args.tokens < 1:
         raise ConfigError(f"context={args.context}, tokens={args.tokens}: need at least 512 and 1")
     text = read_text(Path(args.text))
+    _check_held_out(specs, text)
     loaded = load_model(args.model, args.dtype, args.threads)
     windows, start = windows_of(loaded, text, args.context, args.tokens)
     other = load_model(reference, args.dtype, args.threads) if reference else None
@@ -220,6 +221,14 @@ def measure_text(
         "ppl_ref": ppl_ref,
     }
     return Measured(exact_nll, counts, scores, about)
+
+
+def _check_held_out(specs: Mapping[str, KVCacheConfig | Simulation | None], text: str) -> None:
+    """Raise ConfigError where bits by layer were chosen on the very text that is scored."""
+    for name, kv in specs.items():
+        config = kv.config if isinstance(kv, Simulation) else kv
+        if config is not None and config.allocation is not None and config.allocation.text == text_fingerprint(text):
+            raise ConfigError(f"kv={name}: calibrated on the text that is scored; use another")
 
 
 def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
