@@ -79,6 +79,14 @@ def test_each_stream_is_measured_alone(loaded: Loaded) -> None:
     assert found.probe_bits == 2
 
 
+def test_keys_that_no_query_reads_cost_nothing_and_their_values_do(loaded: Loaded) -> None:
+    """Queries of zero weigh all keys alike, whatever these are: a swap of the two streams would be seen."""
+    model = copy.deepcopy(loaded.model)
+    model.model.layers[0].self_attn.q_proj.weight.data.zero_()
+    found = measured(Loaded(loaded.name, loaded.folder, model, loaded.tokenizer), "iso3,mean=off,correct=0")
+    assert found.layers[0].values > 10 * found.layers[0].keys
+
+
 def test_a_prefix_that_packs_nothing_is_refused(loaded: Loaded) -> None:
     with pytest.raises(ConfigError, match="context=510: its first half must hold 256"):
         measured(loaded, context=510)

@@ -4,8 +4,6 @@ A safetensors file, whose metadata holds a JSON header and whose tensors hold on
 """
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from rotaryquant.errors import CalibrationError
+from rotaryquant.formats.whole import written_whole
 
 _FORMAT = "rotaryquant-calibration"
 _VERSION = 1
@@ -58,20 +57,14 @@ class Calibration:
 
 def write_calibration(path: str | Path, calibration: Calibration) -> None:
     """Write the file, which appears whole or not at all. Raises OSError where it cannot be written."""
-    target, layers = Path(path), calibration.layers
+    layers = calibration.layers
     header = {name: getattr(calibration, name) for name in _HEADER if name != "version"} | {"version": _VERSION}
     tensors = {
         "layers": np.array([[x.index, x.num_kv_heads, x.width] for x in layers], dtype=np.int32),
         "sensitivity": np.array([[x.keys, x.values] for x in layers], dtype=np.float32),
     }
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
-    try:
+    with written_whole(path) as name:
         save_file(tensors, name, metadata={"format": _FORMAT, "header": json.dumps(header)})
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def read_calibration(path: str | Path) -> Calibration:

@@ -1,8 +1,6 @@
 """A cache in a file: everything that says what its bytes mean travels with them, and a reader checks all of it."""
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 
 from rotaryquant.errors import CacheFileError, RotaryQuantError
 from rotaryquant.formats.kv import VERSION
+from rotaryquant.formats.whole import written_whole
 from rotaryquant.integrations.transformers.cache import PackedCache, PackedCacheLayer
 from rotaryquant.integrations.transformers.fingerprint import model_fingerprint
 from rotaryquant.kv.state import export_layer, restore_layer
@@ -42,15 +41,8 @@ def save_cache(path: str | Path, model: PreTrainedModel, cache: PackedCache, tok
         data, named = _export(index, layer)
         header["layers"].append(data)
         tensors.update({f"{index}.{name}": tensor.contiguous().clone() for name, tensor in named.items()})
-    target = Path(path)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
-    try:
+    with written_whole(path) as name:
         save_file(tensors, name, metadata={"format": _FORMAT, "header": json.dumps(header)})
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def load_cache(path: str | Path, model: PreTrainedModel, cache: PackedCache) -> Tensor:
