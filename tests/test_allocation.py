@@ -2,17 +2,33 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
 from rotaryquant.allocation import WIDTHS, Allocation, allocate
 from rotaryquant.errors import ConfigError
 from rotaryquant.formats.calibration import Calibration, LayerSensitivity
 from rotaryquant.formats.codebook import relative_error
+from rotaryquant.formats.feedback import Metric
+
+FLAT = Metric(np.stack([np.eye(64)] * 2))
 
 
 def calibration(*costs: tuple[float, float], sizes: tuple[tuple[int, int], ...] = ()) -> Calibration:
-    layers = [LayerSensitivity(index, *(sizes[index] if sizes else (2, 64)), *cost) for index, cost in enumerate(costs)]
+    layers = [
+        LayerSensitivity(index, *(sizes[index] if sizes else (2, 64)), *cost, FLAT, FLAT)
+        for index, cost in enumerate(costs)
+    ]
     return Calibration("model", "name", "text", 1, 1024, 2, "command", tuple(layers))
+
+
+def test_metrics_come_along_unless_they_are_not_wanted() -> None:
+    given = calibration((1.0, 0.01), (0.1, 0.001))
+    made, alone = allocate(given, 3), allocate(given, 3, feedback=False)
+    assert made.layers[1].key_metric is made.layers[1].value_metric is FLAT
+    assert made.metrics == given.metrics_digest != alone.metrics
+    assert alone.layers[1].key_metric is None
+    assert made.layers == alone.layers
 
 
 def bits(made: Allocation) -> list[int]:

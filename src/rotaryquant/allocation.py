@@ -6,7 +6,7 @@ choice under a budget costs least is a knapsack, solved exactly.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rotaryquant.errors import ConfigError
 from rotaryquant.formats.calibration import Calibration
 from rotaryquant.formats.codebook import TRELLISES, relative_error
+from rotaryquant.formats.feedback import Metric
 
 #: What a stream may get. Fewer bits than two would leave directions out altogether: their error is the same at every
 #: token, adds up over a sum of values, and costs far more than its size says (docs/experiments.md).
@@ -25,11 +26,13 @@ _MOST_ROOM = 1_000_000
 
 @dataclass(frozen=True)
 class LayerWidths:
-    """Bits of the keys and the values of model layer `index`."""
+    """Bits of the keys and the values of model layer `index`, and what their errors cost by direction, or None."""
 
     index: int
     key_bits: int
     value_bits: int
+    key_metric: Metric | None = field(default=None, compare=False, repr=False)
+    value_metric: Metric | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class Allocation:
     """Bits of every packed layer of one checkpoint.
 
     model, text: fingerprints of the checkpoint and of the text it was calibrated on. layers: ascending. mean_bits: of a
-    code over all values. expected: KL divergence in nats, by the sum over streams.
+    code over all values. expected: KL divergence in nats, by the sum over streams. metrics: digest of those by which
+    codes are chosen, "" where each is chosen alone.
     """
 
     model: str
@@ -45,17 +49,20 @@ class Allocation:
     layers: tuple[LayerWidths, ...]
     mean_bits: float
     expected: float
+    metrics: str = ""
 
     def of_layer(self, index: int) -> LayerWidths | None:
         """The layer's widths, None where it was not calibrated."""
         return next((layer for layer in self.layers if layer.index == index), None)
 
 
-def allocate(calibration: Calibration, budget: float, quantizer: str = "scalar") -> Allocation:
+def allocate(
+    calibration: Calibration, budget: float, quantizer: str = "scalar", *, feedback: bool = True
+) -> Allocation:
     """Widths with a mean of at most `budget` bits a value (codes alone, scales come on top) and the least divergence.
 
-    quantizer: of the widths that have a choice (formats.codebook). Raises ConfigError for a budget that no choice of
-    WIDTHS has.
+    quantizer: of the widths that have a choice (formats.codebook). feedback: choose codes by the calibration's metrics
+    (formats.feedback). Raises ConfigError for a budget that no choice of WIDTHS has.
     """
     if not WIDTHS[0] <= budget <= WIDTHS[-1]:
         raise ConfigError(f"kv budget={budget:g} must be between {WIDTHS[0]} and {WIDTHS[-1]} bits a value")
@@ -72,11 +79,15 @@ def allocate(calibration: Calibration, budget: float, quantizer: str = "scalar")
         model=calibration.model,
         text=calibration.text,
         layers=tuple(
-            LayerWidths(layer.index, key_bits, value_bits)
+            LayerWidths(
+                *(layer.index, key_bits, value_bits),
+                *((layer.key_metric, layer.value_metric) if feedback else (None, None)),
+            )
             for layer, key_bits, value_bits in zip(layers, bits[::2], bits[1::2], strict=True)
         ),
         mean_bits=spent / sum(values),
         expected=sum(cost[WIDTHS.index(width)] for cost, width in zip(costs, bits, strict=True)),
+        metrics=calibration.metrics_digest if feedback else "",
     )
 
 

@@ -1,13 +1,14 @@
 """What users set: frozen, checked when built, unknown keys refused."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rotaryquant.allocation import Allocation, allocate
 from rotaryquant.errors import ConfigError
 from rotaryquant.formats.calibration import read_calibration
 from rotaryquant.formats.codebook import BITS, QUANTIZERS, TRELLISES
+from rotaryquant.formats.feedback import Metric
 from rotaryquant.formats.kv import BLOCK, StreamFormat
 from rotaryquant.formats.rotation import KINDS
 
@@ -22,17 +23,16 @@ class KVCacheConfig:
 
     key_bits, value_bits: bits of the codes. rotation: formats.rotation.KINDS. signs: random signs before it.
     quantizer: of codes of up to 4 bits, "trellis" (a quarter to a third less error, a dearer write) or "scalar".
-    scale: "best" (unbiased products for keys and values), "mse" (values by least squares: each is closer, but all
-    are too short) or "norm" (as TurboQuant publishes it).
-    sinks: first tokens kept exact beside their codes. tail: newest tokens that stay exact (up to 32 more do: they are
-    packed 32 at a time), 0 for none.
-    mean: subtract a dominating key mean, taken from the first block over coordinates whose RoPE period is at least
-    `mean_period` tokens. tau: share of a head's key energy that mean must carry. correct: share of the code noise's
-    mean effect on the softmax that is taken off packed logits (0 to 1). protect: give the keys of layers with an
-    expected logit error above `max_logit_error` nats 8 bits. prefill: "deferred" or "streaming". inverse: rotate the
-    output back (off only to see it fail).
-    seed: of the rotation. allocation: bits of each layer of one checkpoint, in place of key_bits and value_bits
-    (`allocation.allocate`); a SPEC has them from `calibration=FILE`.
+    scale: "best" (unbiased products for keys and values), "mse" (values by least squares: each is closer, but all are
+    too short) or "norm" (as TurboQuant publishes it). sinks: first tokens kept exact beside their codes. tail: newest
+    tokens that stay exact (up to 32 more do: they are packed 32 at a time), 0 for none. mean: subtract a dominating
+    key mean, taken from the first block over coordinates whose RoPE period is at least `mean_period` tokens. tau:
+    share of a head's key energy that mean must carry. correct: share of the code noise's mean effect on the softmax
+    that is taken off packed logits (0 to 1). protect: give the keys of layers with an expected logit error above
+    `max_logit_error` nats 8 bits. prefill: "deferred" or "streaming". inverse: rotate the output back (off only to see
+    it fail). seed: of the rotation. allocation: bits of each layer of one checkpoint, in place of key_bits and
+    value_bits (`allocation.allocate`); a SPEC has them from `calibration=FILE`. key_metric, value_metric: of one
+    layer, by which its codes are chosen (formats.feedback).
     """
 
     name: str = "iso3"
@@ -54,9 +54,11 @@ class KVCacheConfig:
     inverse: bool = True
     seed: int = 0
     allocation: Allocation | None = None
+    key_metric: Metric | None = field(default=None, compare=False, repr=False)
+    value_metric: Metric | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for field, valid in (
+        for name, valid in (
             ("key_bits", BITS),
             ("value_bits", BITS),
             ("quantizer", QUANTIZERS),
@@ -64,8 +66,8 @@ class KVCacheConfig:
             ("scale", SCALES),
             ("prefill", PREFILLS),
         ):
-            if (value := getattr(self, field)) not in valid:
-                raise ConfigError(f"kv {field}={value!r} is unknown; valid: {', '.join(map(str, valid))}")
+            if (value := getattr(self, name)) not in valid:
+                raise ConfigError(f"kv {name}={value!r} is unknown; valid: {', '.join(map(str, valid))}")
         if not 0 <= self.sinks <= BLOCK:
             raise ConfigError(f"kv sinks={self.sinks} must be between 0 and {BLOCK}")
         if (isinstance(self.tail, bool) and self.tail) or self.tail < 0:
@@ -78,13 +80,20 @@ class KVCacheConfig:
             raise ConfigError(f"kv max_logit_error={self.max_logit_error} must be above 0")
 
     def of_layer(self, index: int) -> "KVCacheConfig":
-        """What holds for model layer `index` alone: its bits. Raises ConfigError where an allocation has none."""
+        """What holds for model layer `index` alone. Raises ConfigError where an allocation has no bits for it."""
         if self.allocation is None:
             return self
         widths = self.allocation.of_layer(index)
         if widths is None:
             raise ConfigError(f"kv={self.name}: layer {index} was not calibrated; run `rotaryquant calibrate` again")
-        return dataclasses.replace(self, key_bits=widths.key_bits, value_bits=widths.value_bits, allocation=None)
+        return dataclasses.replace(
+            self,
+            key_bits=widths.key_bits,
+            value_bits=widths.value_bits,
+            key_metric=widths.key_metric,
+            value_metric=widths.value_metric,
+            allocation=None,
+        )
 
     def quantizer_of(self, bits: int) -> str:
         """The quantizer of codes of that width."""
@@ -127,10 +136,11 @@ PRESETS: dict[str, KVCacheConfig | None] = {
     "turbo3": dataclasses.replace(_STRICT, name="turbo3", rotation="dense", scale="norm"),
 }
 
-#: What `key=value` pairs may set: fields, and the file and budget that make an allocation.
-_FIELDS = [field.name for field in dataclasses.fields(KVCacheConfig) if field.name not in ("name", "allocation")]
-_CALIBRATION, _BUDGET = "calibration", "budget"
-_KEYS = (*_FIELDS, _CALIBRATION, _BUDGET)
+#: What `key=value` pairs may set: fields, and the file that makes an allocation with what it takes.
+_MADE = ("name", "allocation", "key_metric", "value_metric")
+_FIELDS = [one.name for one in dataclasses.fields(KVCacheConfig) if one.name not in _MADE]
+_CALIBRATION, _BUDGET, _FEEDBACK = "calibration", "budget", "feedback"
+_KEYS = (*_FIELDS, _CALIBRATION, _BUDGET, _FEEDBACK)
 #: Counts for which "off" means 0.
 _COUNTS_OFF = ("sinks", "tail")
 _SWITCH = {"on": True, "off": False, "true": True, "false": False, "1": True, "0": False}
@@ -153,9 +163,9 @@ def parse_kv(spec: "str | KVCacheConfig | None") -> KVCacheConfig | None:
     """The configuration that a `--kv` SPEC names; None means 16-bit, nothing packed.
 
     spec: a preset, `key=value` pairs, or a preset followed by pairs, comma-separated ("iso3,sinks=0"). With
-    `calibration=FILE` each layer gets bits of its own, whose mean is `budget`, or else the mean of the preset's.
-    Raises ConfigError with the valid names for an unknown preset or key, or a value that does not fit, and
-    CalibrationError for a file that cannot be used.
+    `calibration=FILE` each layer gets bits of its own, whose mean is `budget`, or else the mean of the preset's, and
+    codes are chosen by what their errors cost there, unless `feedback=off`. Raises ConfigError with the valid names
+    for an unknown preset or key, or a value that does not fit, and CalibrationError for a file that cannot be used.
     """
     if spec is None or isinstance(spec, KVCacheConfig):
         return spec
@@ -181,7 +191,7 @@ def parse_kv(spec: "str | KVCacheConfig | None") -> KVCacheConfig | None:
         given[key] = text
     changes = {key: _parse_value(key, text) for key, text in given.items() if key in _FIELDS}
     made = dataclasses.replace(base, name=spec_name(spec), **changes)  # type: ignore[arg-type]
-    return _calibrated(made, given.get(_CALIBRATION), given.get(_BUDGET))
+    return _calibrated(made, given.get(_CALIBRATION), given.get(_BUDGET), given.get(_FEEDBACK))
 
 
 def spec_name(spec: str) -> str:
@@ -193,14 +203,20 @@ def spec_name(spec: str) -> str:
     )
 
 
-def _calibrated(config: KVCacheConfig, file: str | None, budget: str | None) -> KVCacheConfig:
+def _calibrated(config: KVCacheConfig, file: str | None, budget: str | None, feedback: str | None) -> KVCacheConfig:
     """The configuration with bits for each layer, where a file is given to choose them by."""
     if file is None:
-        if budget is not None:
-            raise ConfigError(f"kv budget={budget!r} shares bits out by a calibration; add calibration=FILE")
+        for key, value, what in ((_BUDGET, budget, "shares bits out"), (_FEEDBACK, feedback, "chooses codes")):
+            if value is not None:
+                raise ConfigError(f"kv {key}={value!r} {what} by a calibration; add calibration=FILE")
         return config
+    if feedback is not None and feedback.lower() not in _SWITCH:
+        raise ConfigError(f"kv feedback={feedback!r}: wanted on or off")
     try:
         bits = (config.key_bits + config.value_bits) / 2 if budget is None else float(budget)
     except ValueError:
         raise ConfigError(f"kv budget={budget!r}: wanted bits a value, like 2.5") from None
-    return dataclasses.replace(config, allocation=allocate(read_calibration(file), bits, config.quantizer))
+    fed = feedback is None or _SWITCH[feedback.lower()]
+    return dataclasses.replace(
+        config, allocation=allocate(read_calibration(file), bits, config.quantizer, feedback=fed)
+    )

@@ -9,13 +9,15 @@ import torch
 
 from rotaryquant import KVCacheConfig, enabled
 from rotaryquant.config import parse_kv
-from rotaryquant.errors import CalibrationError, ConfigError
+from rotaryquant.errors import CalibrationError, ConfigError, UnsupportedModelError
 from rotaryquant.evals import calibrate_kv
 from rotaryquant.evals.inputs import load_model
+from rotaryquant.evals.windows import windows_of
 from rotaryquant.formats.calibration import Calibration, read_calibration, write_calibration
 from rotaryquant.integrations.transformers.cache_file import load_cache, save_cache
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.footprint import Footprint
+from rotaryquant.integrations.transformers.output_projection import output_projection
 from rotaryquant.integrations.transformers.report import layer_bits
 from rotaryquant.kv.accounting import bits_per_value
 from support.commands import Run
@@ -158,6 +160,7 @@ def test_a_saved_cache_comes_back(loaded: Loaded, side: Path, tmp_path: Path) ->
     [
         (",budget=9", "between 2 and 8"),
         (",budget=three", "wanted bits a value"),
+        (",feedback=maybe", "wanted on or off"),
         (",calibration=b", "given twice"),
     ],
 )
@@ -186,9 +189,64 @@ def test_the_text_it_was_calibrated_on_is_not_scored(folder: Path, side: Path, r
     assert run("eval", "fidelity", str(folder), "--text", str(folder / "other.txt"), *words)[0] == 0
 
 
-def test_a_budget_needs_a_file() -> None:
+@pytest.mark.parametrize("option", ["budget=3", "feedback=on"])
+def test_what_a_calibration_does_needs_a_file(option: str) -> None:
     with pytest.raises(ConfigError, match="add calibration=FILE"):
-        parse_kv("iso3,budget=3")
+        parse_kv(f"iso3,{option}")
+
+
+def test_metrics_are_those_of_queries_and_of_the_output_projection(loaded: Loaded) -> None:
+    """Against moments gathered by hand: of keys, of the queries of each KV head's group; of values, W·Wᵀ."""
+    found = measured(loaded).layers[1]
+    seen: list[torch.Tensor] = []
+    attention = loaded.model.model.layers[1].self_attn
+    heads, width = found.num_kv_heads, found.width
+    with enabled(loaded.model, KVCacheConfig(tail=1 << 20, protect=False)) as state, torch.inference_mode():
+        assert state is not None
+        cache = state.new_cache()
+        layer = cache.packed_layer(1)
+        assert layer is not None
+        layer.observe = lambda queries, scale: seen.append(queries)  # type: ignore[method-assign]
+        ids, _ = windows_of(loaded, TEXT, 600, 200)
+        loaded.model(ids[0][None], cache=cache)
+    queries = torch.cat(seen, 2)[0].double().unflatten(0, (heads, -1)).flatten(1, 2)
+    projected = attention.o_proj.weight.detach().double().unflatten(1, (heads, -1, width))
+    for metric, rows in (
+        (found.key_metric, queries),
+        (found.value_metric, projected.permute(1, 0, 2, 3).flatten(1, 2)),
+    ):
+        moment = rows.transpose(1, 2) @ rows
+        moment /= moment.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
+        assert torch.allclose(torch.from_numpy(metric.matrices).double(), moment, atol=2e-3 * float(moment.abs().max()))
+
+
+def test_feedback_takes_the_metrics_of_each_layer(loaded: Loaded, side: Path) -> None:
+    on, off = config_of(side), config_of(side, ",feedback=off")
+    assert on != off
+    assert on == config_of(side)
+    codes = []
+    for config in (on, off):
+        with enabled(loaded.model, config) as state, torch.inference_mode():
+            assert state is not None
+            cache = state.new_cache()
+            with cache.prefill():
+                loaded.model(IDS, cache=cache)
+            layer = cache.packed_layer(0)
+            assert layer is not None
+            assert layer.keys is not None
+            assert (layer.keys.packed.codec.feedback is not None) == (config is on)
+            assert (layer.keys.error_gain < 1.0) == (config is on)
+            codes.append(layer.keys.packed.codes[0].clone())
+    assert not torch.equal(*codes)
+
+
+def test_a_layer_without_a_known_projection_is_refused(loaded: Loaded) -> None:
+    model = copy.deepcopy(loaded.model)
+    attention = model.model.layers[1].self_attn
+    attention.unknown, attention.o_proj = attention.o_proj, torch.nn.Identity()
+    with pytest.raises(UnsupportedModelError, match="layer 1: its attention ends in no linear layer"):
+        output_projection(model, 1)
+    assert output_projection(loaded.model, 1) is loaded.model.model.layers[1].self_attn.o_proj.weight
 
 
 def test_the_command_writes_a_file_that_works(folder: Path, run: Run, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from rotaryquant.evals.teacher_forcing import packed_chunks, stock_chunks
 from rotaryquant.evals.windows import windows_of
 from rotaryquant.formats.calibration import Calibration, LayerSensitivity, write_calibration
 from rotaryquant.formats.codebook import lloyd_max
+from rotaryquant.formats.feedback import Metric
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.fingerprint import checkpoint_fingerprint
 from support.models import random_tokens, tiny
@@ -315,7 +317,8 @@ def test_a_wrong_spec_is_one_clear_error(spec: str, message: str) -> None:
 def test_a_peer_can_be_granted_bits_for_each_layer(model: Any, ids: Tensor, tmp_path: Path) -> None:
     """Its codec at the widths of the allocation; all eight bits are plain integers where its own codes stop at four."""
     costs = [(1e-3, 1e-3)] * 4 + [(0.1, 1e-3), (10.0, 10.0)]
-    layers = [LayerSensitivity(index, 2, 64, *cost) for index, cost in enumerate(costs)]
+    flat = Metric(np.stack([np.eye(64)] * 2))
+    layers = [LayerSensitivity(index, 2, 64, *cost, flat, flat) for index, cost in enumerate(costs)]
     made = Calibration(checkpoint_fingerprint(model), "tiny", "text", 1, 1024, 2, "made", tuple(layers))
     write_calibration(tmp_path / "side", made)
     granted = parse_spec(f"quarot3,sinks=4,tail=48,calibration={tmp_path / 'side'},budget=3")

@@ -11,21 +11,38 @@ from safetensors.numpy import save_file
 
 from rotaryquant.errors import CalibrationError
 from rotaryquant.formats.calibration import Calibration, LayerSensitivity, read_calibration, write_calibration
+from rotaryquant.formats.feedback import Metric
 
-LAYERS = (LayerSensitivity(0, 2, 64, 0.5, 0.25), LayerSensitivity(3, 1, 128, 0.0, 1.5))
+
+def metric(heads: int, width: int) -> Metric:
+    """Directions of different weight, numbers that 16 bits hold."""
+    return Metric(np.stack([np.diag(1 + head + np.arange(width) % 4) for head in range(heads)]).astype(np.float32))
+
+
+LAYERS = (
+    LayerSensitivity(0, 2, 64, 0.5, 0.25, metric(2, 64), metric(2, 64)),
+    LayerSensitivity(3, 1, 128, 0.0, 1.5, metric(1, 128), metric(1, 128)),
+)
 MADE = Calibration("abc", "tiny", "def", 2048, 1024, 2, "rotaryquant calibrate tiny", LAYERS)
 HEADER = {
-    "version": 1, "model": "abc", "name": "tiny", "text": "def", "tokens": 1, "context": 2, "probe_bits": 2,
+    "version": 2, "model": "abc", "name": "tiny", "text": "def", "tokens": 1, "context": 2, "probe_bits": 2,
     "command": "made",
 }  # fmt: skip
 
 
-def written(path: Path, *, sizes: Any = None, sensitivity: Any = None, kind: str = "", **header: Any) -> Path:
-    """A file that differs from a good one in what is named."""
+def written(
+    path: Path, *, sizes: Any = None, sensitivity: Any = None, keys: Any = None, kind: str = "", **header: Any
+) -> Path:
+    """A file that differs from a good one in what is named. keys: of layer 1, the metric."""
     tensors = {
         "layers": np.array([[0, 2, 64], [1, 2, 64]], np.int32) if sizes is None else np.array(sizes, np.int32),
         "sensitivity": np.ones((2, 2), np.float32) if sensitivity is None else np.array(sensitivity, np.float32),
     }
+    tensors |= {
+        name: metric(2, 64).matrices.astype(np.float16) for name in ("0.keys", "0.values", "1.keys", "1.values")
+    }
+    if keys is not None:
+        tensors["1.keys"] = np.asarray(keys, np.float16)
     metadata = {"format": kind or "rotaryquant-calibration", "header": json.dumps(HEADER | header)}
     save_file(tensors, path, metadata=metadata)
     return path
@@ -33,7 +50,12 @@ def written(path: Path, *, sizes: Any = None, sensitivity: Any = None, kind: str
 
 def test_what_was_written_comes_back(tmp_path: Path) -> None:
     write_calibration(tmp_path / "side.safetensors", MADE)
-    assert read_calibration(tmp_path / "side.safetensors") == MADE
+    made = read_calibration(tmp_path / "side.safetensors")
+    assert made == MADE
+    for got, want in zip(made.layers, LAYERS, strict=True):
+        assert np.array_equal(got.key_metric.matrices, want.key_metric.matrices)
+        assert np.array_equal(got.value_metric.matrices, want.value_metric.matrices)
+    assert made.metrics_digest == MADE.metrics_digest
     assert [path.name for path in tmp_path.iterdir()] == ["side.safetensors"]
 
 
@@ -76,7 +98,12 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     ("change", "says"),
     [
         ({"kind": "rotaryquant-kv"}, "format is 'rotaryquant-kv'"),
-        ({"version": 2}, "version is 2, this package reads 1"),
+        ({"version": 1}, "version is 1, this package reads 2"),
+        ({"keys": np.zeros((2, 64, 63))}, "1.keys is"),
+        ({"keys": np.zeros((1, 64, 64))}, "1.keys is"),
+        ({"keys": np.full((2, 64, 64), np.nan)}, "1.keys is not a symmetric matrix"),
+        ({"keys": np.stack([np.triu(np.ones((64, 64)))] * 2)}, "1.keys is not a symmetric matrix"),
+        ({"keys": np.stack([-np.eye(64)] * 2)}, "1.keys has a negative eigenvalue"),
         ({"surplus": 1}, "incomplete"),
         ({"sizes": [[0, 2, 64]]}, "wanted"),
         ({"sizes": [[1, 2, 64], [0, 2, 64]]}, "ascending"),
@@ -95,6 +122,7 @@ def test_what_is_wrong_in_a_file_is_said(change: dict[str, Any], says: str, tmp_
 @pytest.mark.parametrize("missing", ["model", "probe_bits"])
 def test_a_header_without_a_field_is_refused(missing: str, tmp_path: Path) -> None:
     tensors = {"layers": np.array([[0, 2, 64]], np.int32), "sensitivity": np.ones((1, 2), np.float32)}
+    tensors |= {name: metric(2, 64).matrices for name in ("0.keys", "0.values")}
     header = {key: value for key, value in HEADER.items() if key != missing}
     save_file(tensors, tmp_path / "side", metadata={"format": "rotaryquant-calibration", "header": json.dumps(header)})
     with pytest.raises(CalibrationError, match=missing):

@@ -273,7 +273,7 @@ int64_t call_append(Call& in) {
   const int32_t* begin = in.array("src_begin").at<const int32_t>();
   const int32_t* counts = in.array("counts").at<const int32_t>();
   const int32_t* target = in.array("dst_begin").at<const int32_t>();
-  const OptionalArray mean = in.optional("mean");
+  const OptionalArray mean = in.optional("mean"), feedback = in.optional("feedback");
   const int threads = in.threads();
   in.finish();
   AppendArgs args;
@@ -286,6 +286,7 @@ int64_t call_append(Call& in) {
     args.mean.batch_stride = mean->strides[0];
     args.mean.head_stride = mean->strides[1];
   }
+  if (feedback) args.feedback = feedback->at<const float>();
   std::vector<AppendUnit> units;
   for (int64_t b = 0; b < x.shape[0]; b++) {
     for (int64_t done = 0; done < counts[b];) {

@@ -21,8 +21,9 @@ def run(words: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     made = common.parser(
         "calibrate",
-        "Measure what 2-bit keys and values cost in each layer, one after another, and write a file by which "
-        "`--kv iso3,calibration=FILE` gives every layer bits of its own at the same mean.",
+        "Measure what 2-bit keys and values cost in each layer, one after another, and where their errors count; write "
+        "a file by which `--kv iso3,calibration=FILE` gives every layer bits of its own at the same mean, and chooses "
+        "codes whose errors cancel where they would count.",
     )
     made.add_argument("model", metavar="MODEL", help="a model folder, a .gguf file, or org/name on the hub")
     made.add_argument(
@@ -95,12 +96,21 @@ def _show(as_json: bool, calibration: "Calibration", target: Path) -> None:
 
 
 def _as_json(calibration: "Calibration", found: "list[Allocation]") -> dict[str, Any]:
-    import dataclasses
-
+    made = ("model", "name", "text", "tokens", "context", "probe_bits", "command", "metrics_digest")
+    sizes = ("index", "num_kv_heads", "width", "keys", "values")
     return {
-        **dataclasses.asdict(calibration),
+        **{field: getattr(calibration, field) for field in made},
+        "layers": [{field: getattr(layer, field) for field in sizes} for layer in calibration.layers],
         "allocations": [
-            {"budget": budget, **dataclasses.asdict(allocation)}
+            {
+                "budget": budget,
+                "mean_bits": allocation.mean_bits,
+                "expected": allocation.expected,
+                "layers": [
+                    {field: getattr(widths, field) for field in ("index", "key_bits", "value_bits")}
+                    for widths in allocation.layers
+                ],
+            }
             for budget, allocation in zip(_BUDGETS, found, strict=True)
         ],
     }

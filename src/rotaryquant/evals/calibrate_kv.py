@@ -1,8 +1,10 @@
 """What each layer's keys and values cost at few bits, measured one by one: the numbers that bits are shared out by.
 
-A window's prefix is read once, exactly. Then, for every stream of every packed layer, its rows alone are packed at few
-bits and the rest of the window is read behind them; the KL divergence of its predictions from the exact ones is what
-the error of that stream costs. Everything else stays exact, so the costs of two streams can be compared.
+First the metrics by which codes are chosen (formats.feedback): of keys from the queries that meet them, of values from
+the weights that their sum goes through. Then the costs, with codes chosen so. A window's prefix is read once, exactly.
+Then, for every stream of every packed layer, its rows alone are packed at few bits and the rest of the window is read
+behind them; the KL divergence of its predictions from the exact ones is what the error of that stream costs.
+Everything else stays exact, so the costs of two streams can be compared.
 """
 
 import copy
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,11 +22,15 @@ from rotaryquant.errors import ConfigError
 from rotaryquant.evals.teacher_forcing import reference_logits
 from rotaryquant.evals.windows import check_plausible, windows_of
 from rotaryquant.formats.calibration import Calibration, LayerSensitivity
+from rotaryquant.formats.feedback import Metric
 from rotaryquant.formats.kv import BLOCK
 from rotaryquant.integrations.transformers.cache import PackedCache
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.enable import enabled
 from rotaryquant.integrations.transformers.fingerprint import checkpoint_fingerprint
+from rotaryquant.integrations.transformers.geometry import LayerGeometry, text_config
+from rotaryquant.integrations.transformers.output_projection import output_projection
+from rotaryquant.kv.packed import PackedLayer
 from rotaryquant.kv.tail import packing_starts
 from rotaryquant.measuring import model_name, text_fingerprint
 
@@ -93,6 +100,9 @@ def measure(
     with enabled(loaded.model, still) as state:
         assert state is not None
         layers = [layer for layer in state.geometry if layer.packable]
+        progress(f"the queries of {len(windows)} windows")
+        moments = _query_moments(loaded, still, windows)
+    metrics = {layer.index: (_metric(moments[layer.index]), _value_metric(loaded, layer)) for layer in layers}
     sums = torch.zeros(len(layers), 2, dtype=torch.float64)
     pace = _Pace(2 * len(layers) * len(windows), progress)
     nll, count = 0.0, 0
@@ -104,7 +114,7 @@ def measure(
         with enabled(loaded.model, still):
             for place, layer in enumerate(layers):
                 for which in range(2):
-                    sums[place, which] += _probe(loaded, window, kv, layer.index, which)
+                    sums[place, which] += _probe(loaded, window, kv, layer.index, which, metrics[layer.index])
                     pace.step(f"window {number + 1} of {len(windows)}, layer {layer.index}")
     found = (sums / count).clamp_min(0.0).tolist()  # what costs nothing may come out a rounding below it
     return Calibration(
@@ -116,10 +126,54 @@ def measure(
         probe_bits=PROBE_BITS,
         command=command,
         layers=tuple(
-            LayerSensitivity(layer.index, layer.num_kv_heads, layer.head_dim, keys, values)
+            LayerSensitivity(*(layer.index, layer.num_kv_heads, layer.head_dim, keys, values), *metrics[layer.index])
             for layer, (keys, values) in zip(layers, found, strict=True)
         ),
     )
+
+
+class _ListeningLayer(PackedLayer):
+    """Keeps every row exact and adds up q·qᵀ of the queries that read them, fp32 [num_kv_heads, width, width]."""
+
+    def __init__(self, config: KVCacheConfig, layer: int, sums: dict[int, Tensor]) -> None:
+        super().__init__(config, layer)
+        self._sums = sums
+
+    def observe(self, queries: Tensor, scale: float) -> None:
+        """Add queries [batch, num_heads, rows, width]."""
+        heads = self.dense.staged()[0].shape[1]
+        grouped = queries.float().view(len(queries), heads, -1, *queries.shape[2:]).transpose(0, 1).flatten(1, 3)
+        moment = grouped.transpose(-1, -2) @ grouped
+        self._sums[self.layer] = self._sums[self.layer] + moment if self.layer in self._sums else moment
+
+
+def _query_moments(loaded: Loaded, still: KVCacheConfig, windows: list[Tensor]) -> dict[int, Tensor]:
+    """Sums of q·qᵀ over the query heads of each KV head, by model layer."""
+    sums: dict[int, Tensor] = {}
+
+    def make_layer(config: KVCacheConfig, layer: int, max_tokens: int | None, slow: Tensor | None) -> PackedLayer:
+        return _ListeningLayer(config, layer, sums)
+
+    with torch.inference_mode():
+        for ids in windows:
+            cache = PackedCache(text_config(loaded.model), still, make_layer=make_layer)
+            loaded.model(ids[None], cache=cache, logits_to_keep=1)
+    return sums
+
+
+def _value_metric(loaded: Loaded, layer: LayerGeometry) -> Metric:
+    """W·Wᵀ of the projection that a layer's attention ends with, mean over the query heads of each KV head."""
+    weight = output_projection(loaded.model, layer.index).detach().float()
+    by_head = weight.view(len(weight), layer.num_kv_heads, -1, layer.head_dim).permute(1, 2, 0, 3)
+    return _metric((by_head.transpose(-1, -2) @ by_head).mean(1))
+
+
+def _metric(moment: Tensor) -> Metric:
+    """Each head's matrix with a mean eigenvalue of 1."""
+    matrices = moment.double().cpu().numpy()
+    mean = np.trace(matrices, axis1=1, axis2=2) / matrices.shape[-1]
+    matrices = matrices / np.where(mean > 0, mean, 1.0)[:, None, None]
+    return Metric(((matrices + matrices.transpose(0, 2, 1)) / 2).astype(np.float16).astype(np.float32))
 
 
 def _read(loaded: Loaded, still: KVCacheConfig, ids: Tensor) -> tuple[_Window, float]:
@@ -134,13 +188,16 @@ def _read(loaded: Loaded, still: KVCacheConfig, ids: Tensor) -> tuple[_Window, f
     return _Window(cache, ids[first:-1], exact), nll
 
 
-def _probe(loaded: Loaded, window: _Window, kv: KVCacheConfig, index: int, which: int) -> float:
+def _probe(
+    loaded: Loaded, window: _Window, kv: KVCacheConfig, index: int, which: int, metrics: tuple[Metric, Metric]
+) -> float:
     """Divergence in nats, summed over the window's predictions, with one stream at the probe's bits."""
     cache = copy.deepcopy(window.cache)
     layer = cache.packed_layer(index)
     assert layer is not None
     bits = (PROBE_BITS, _QUIET_BITS) if which == 0 else (_QUIET_BITS, PROBE_BITS)
-    layer.reconfigure(dataclasses.replace(kv, key_bits=bits[0], value_bits=bits[1], quantizer="scalar", protect=False))
+    probed = dataclasses.replace(kv, key_bits=bits[0], value_bits=bits[1], quantizer="scalar", protect=False)
+    layer.reconfigure(dataclasses.replace(probed, key_metric=metrics[0], value_metric=metrics[1]))
     total, at = 0.0, 0
     with torch.inference_mode():
         for part in torch.split(window.rest, BLOCK):

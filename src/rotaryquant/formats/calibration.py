@@ -1,10 +1,13 @@
-"""What a calibration found out about a model, in a file beside it: which layers the error of its codes hurts.
+"""What a calibration found out about a model, in a file beside it: in which layers, and in which directions of their
+rows, the error of codes hurts.
 
-A safetensors file, whose metadata holds a JSON header and whose tensors hold one row a packed layer.
+A safetensors file, whose metadata holds a JSON header. Tensor "layers" has index, KV heads and width of each packed
+layer, "sensitivity" what its keys and its values cost, "INDEX.keys" and "INDEX.values" the metrics of layer INDEX.
 """
 
+import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from rotaryquant.errors import CalibrationError
+from rotaryquant.formats.feedback import Metric
 from rotaryquant.formats.whole import written_whole
 
 _FORMAT = "rotaryquant-calibration"
-_VERSION = 1
+_VERSION = 2
 #: Header fields, which say how the numbers came about.
 _HEADER = ("version", "model", "name", "text", "tokens", "context", "probe_bits", "command")
 
@@ -26,7 +30,7 @@ class LayerSensitivity:
     """One packed layer. index: its number in the model. width: of keys and of values.
 
     keys, values: KL divergence in nats that the model's predictions suffer where these rows alone have the probe's
-    bits.
+    bits. key_metric, value_metric: what the error of one row costs by its direction.
     """
 
     index: int
@@ -34,6 +38,8 @@ class LayerSensitivity:
     width: int
     keys: float
     values: float
+    key_metric: Metric = field(compare=False, repr=False)
+    value_metric: Metric = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,15 @@ class Calibration:
     command: str
     layers: tuple[LayerSensitivity, ...]
 
+    @property
+    def metrics_digest(self) -> str:
+        """Hash of all metrics: equal ones choose equal codes."""
+        digest = hashlib.sha256()
+        for layer in self.layers:
+            for metric in (layer.key_metric, layer.value_metric):
+                digest.update(metric.matrices.astype("<f2").tobytes())
+        return digest.hexdigest()[:16]
+
 
 def write_calibration(path: str | Path, calibration: Calibration) -> None:
     """Write the file, which appears whole or not at all. Raises OSError where it cannot be written."""
@@ -63,6 +78,9 @@ def write_calibration(path: str | Path, calibration: Calibration) -> None:
         "layers": np.array([[x.index, x.num_kv_heads, x.width] for x in layers], dtype=np.int32),
         "sensitivity": np.array([[x.keys, x.values] for x in layers], dtype=np.float32),
     }
+    for layer in layers:
+        for which, metric in (("keys", layer.key_metric), ("values", layer.value_metric)):
+            tensors[f"{layer.index}.{which}"] = metric.matrices.astype(np.float16)
     with written_whole(path) as name:
         save_file(tensors, name, metadata={"format": _FORMAT, "header": json.dumps(header)})
 
@@ -87,15 +105,16 @@ def read_calibration(path: str | Path) -> Calibration:
         header: dict[str, Any] = json.loads(metadata["header"])
         if (version := header.pop("version")) != _VERSION:
             raise CalibrationError(f"calibration={path}: version is {version}, this package reads {_VERSION}; {again}")
-        return Calibration(**header, layers=_layers(tensors["layers"], tensors["sensitivity"]))
+        return Calibration(**header, layers=_layers(tensors))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, CalibrationError):
             raise
         raise CalibrationError(f"calibration={path}: header or tensors are incomplete ({error}); {again}") from error
 
 
-def _layers(sizes: Any, sensitivity: Any) -> tuple[LayerSensitivity, ...]:
-    """Rows of both tensors, checked: what comes from a file decides how much is allocated later."""
+def _layers(tensors: dict[str, Any]) -> tuple[LayerSensitivity, ...]:
+    """All layers, checked: what comes from a file decides how much is allocated later."""
+    sizes, sensitivity = tensors["layers"], tensors["sensitivity"]
     if sizes.ndim != 2 or sizes.shape[1] != 3 or len(sizes) == 0 or sensitivity.shape != (len(sizes), 2):
         raise ValueError(f"layers is {sizes.shape}, sensitivity {sensitivity.shape}; wanted [n, 3] and [n, 2]")
     if not (np.isfinite(sensitivity).all() and (sensitivity >= 0).all()):
@@ -103,6 +122,22 @@ def _layers(sizes: Any, sensitivity: Any) -> tuple[LayerSensitivity, ...]:
     if (sizes[:, 1:] < 1).any() or (np.diff(sizes[:, 0]) < 1).any() or sizes[0, 0] < 0:
         raise ValueError("layers are not in ascending order, or are without heads or width")
     return tuple(
-        LayerSensitivity(int(index), int(heads), int(width), float(keys), float(values))
+        LayerSensitivity(
+            *(int(index), int(heads), int(width), float(keys), float(values)),
+            _metric(tensors, f"{index}.keys", int(heads), int(width)),
+            _metric(tensors, f"{index}.values", int(heads), int(width)),
+        )
         for (index, heads, width), (keys, values) in zip(sizes, sensitivity, strict=True)
     )
+
+
+def _metric(tensors: dict[str, Any], name: str, heads: int, width: int) -> Metric:
+    """The metric of that name. Raises ValueError where it is not one of so many heads and values."""
+    matrices = tensors[name].astype(np.float32)
+    if matrices.shape != (heads, width, width):
+        raise ValueError(f"{name} is {matrices.shape}, wanted {(heads, width, width)}")
+    if not np.isfinite(matrices).all() or not np.array_equal(matrices, matrices.transpose(0, 2, 1)):
+        raise ValueError(f"{name} is not a symmetric matrix of numbers for each head")
+    if np.linalg.eigvalsh(matrices).min() < -0.01 * width:  # its mean is 1, and 16 bits round it
+        raise ValueError(f"{name} has a negative eigenvalue: an error cannot cost less than none")
+    return Metric(matrices)

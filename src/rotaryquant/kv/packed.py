@@ -43,6 +43,7 @@ class PackedLayer(PackedRows):
     ) -> None:
         super().__init__(layer, max_tokens)
         self.config = config
+        self.metrics = config.key_metric, config.value_metric
         self.slow = slow
         self.columns = 0  # padded length of the batch
         self.dense = DenseRows(config.sinks)
@@ -140,6 +141,7 @@ class PackedLayer(PackedRows):
         if self.keys is not None or config.sinks != self.config.sinks:
             raise ValueError(f"layer {self.layer}: packed rows and sinks stay as they were made")
         self.config, self._due = config, 0
+        self.metrics = config.key_metric, config.value_metric
 
     def begin_prefill(self) -> None:
         """Declare that the updates to come are one prompt."""
@@ -164,7 +166,7 @@ class PackedLayer(PackedRows):
         if self._key_noise is None:
             packed, correctable = self.keys.format, self.keys.format.bits <= 4 and self.keys.format.groups == 1
             error = relative_error(packed.width, packed.bits, packed.quantizer) if correctable else 0.0
-            self._key_noise = self.config.correct * error
+            self._key_noise = self.config.correct * error * self.keys.error_gain
         return self._key_noise
 
     def view(self) -> CacheView:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from rotaryquant.errors import NonFiniteError
+from rotaryquant.formats.feedback import Metric
 from rotaryquant.formats.kv import BLOCK, STRIP, StreamFormat
 from rotaryquant.kv.blocks import BlockPool, Row
 from rotaryquant.kv.store import StreamStore, slab_blocks
@@ -13,9 +14,10 @@ class PackedRows:
     """Packed keys and values of a batch of sequences in one layer.
 
     layer: its number in the model, which seeds its rotations. max_tokens: if given, room for that many columns is
-    taken at once and never grows. rows: pads, packed length and blocks of each sequence. keys, values: their
-    bytes, None until something is packed. means: bf16 [batch, num_kv_heads, key_width] removed from the keys, zero
-    where none is. decompress_calls: how often rows were rebuilt (never by attention).
+    taken at once and never grows. rows: pads, packed length and blocks of each sequence. keys, values: their bytes,
+    None until something is packed. metrics: by which their codes are chosen, or None. means: bf16 [batch,
+    num_kv_heads, key_width] removed from the keys, zero where none is. decompress_calls: how often rows were rebuilt
+    (never by attention).
     """
 
     def __init__(self, layer: int, max_tokens: int | None = None) -> None:
@@ -26,6 +28,7 @@ class PackedRows:
         self.values: StreamStore | None = None
         self.means: Tensor | None = None
         self.decompress_calls = 0
+        self.metrics: tuple[Metric | None, Metric | None] = (None, None)
         self._pool = BlockPool()
         self._table = torch.zeros(0, 0, dtype=torch.int32)
 
@@ -54,7 +57,8 @@ class PackedRows:
         if self.max_tokens is not None:
             slab = len(self.rows) * -(-self.max_tokens // BLOCK)
         args = (self.layer, num_kv_heads, device, slab)
-        self.keys, self.values = StreamStore(key_format, *args), StreamStore(value_format, *args)
+        self.keys = StreamStore(key_format, *args, self.metrics[0])
+        self.values = StreamStore(value_format, *args, self.metrics[1])
 
     def take_blocks(self, ends: list[int]) -> None:
         """Make sure each row owns writable blocks up to its end, and publish the block table."""

@@ -6,6 +6,7 @@ import mmap
 import torch
 from torch import Tensor
 
+from rotaryquant.formats.feedback import Metric, feedback_of
 from rotaryquant.formats.kv import BLOCK, STRIP, StreamFormat
 from rotaryquant.ops.append_packed import append_packed
 from rotaryquant.ops.pack import seal, unpack, unseal
@@ -38,17 +39,29 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 class StreamStore:
     """Packed rows of one stream (keys or values) of one layer.
 
-    format: how rows are stored. rotation, codec: its tables on `device`. packed: the slabs as ops read them.
+    format: how rows are stored. rotation, codec: its tables on `device`. packed: the slabs as ops read them. metric:
+    what errors of its rows cost, by which codes are chosen, or None. error_gain: that cost over what it would be
+    without.
     """
 
     def __init__(
-        self, stream_format: StreamFormat, layer: int, num_kv_heads: int, device: torch.device, slab_blocks: int
+        self,
+        stream_format: StreamFormat,
+        layer: int,
+        num_kv_heads: int,
+        device: torch.device,
+        slab_blocks: int,
+        metric: Metric | None = None,
     ) -> None:
         self.format = stream_format
         self.num_kv_heads = num_kv_heads
         self.device = device
         self.rotation: Rotation = build_rotation(stream_format, layer, num_kv_heads, device=device)
-        self.packed = PackedStream(Codec.from_format(stream_format, device), slab_blocks, [], [])
+        fed = None if metric is None else feedback_of(stream_format, layer, metric)
+        if fed is not None and len(fed[0]) != num_kv_heads:
+            raise ValueError(f"layer {layer}: a metric of {len(fed[0])} KV heads, the rows have {num_kv_heads}")
+        factors, self.error_gain = (None, 1.0) if fed is None else (torch.from_numpy(fed[0]).to(device), fed[1])
+        self.packed = PackedStream(Codec.from_format(stream_format, device, factors), slab_blocks, [], [])
 
     def reserve(self, num_blocks: int) -> None:
         """Add slabs until block ids below `num_blocks` exist."""

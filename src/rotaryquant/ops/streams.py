@@ -21,7 +21,9 @@ class Codec:
 
     layout: of sealed strips, "key" or "value". levels: fp32 [classes · 2^bits] (256 entries -128..127 at 8 bits, empty
     at 32). boundaries: fp32 [2^bits - 1] in units of the group's root mean square, empty at 8 and 32 bits and for a
-    trellis. classes: of a trellis, where a level depends on the code before it modulo this; 1 elsewhere.
+    trellis. classes: of a trellis, where a level depends on the code before it modulo this; 1 elsewhere. feedback:
+    fp32 [num_kv_heads, width, width], what the error of a column adds to those of later blocks before they are coded
+    (formats.feedback), or None; only writers look at it.
     """
 
     layout: str
@@ -34,6 +36,7 @@ class Codec:
     levels: Tensor
     boundaries: Tensor
     classes: int = 1
+    feedback: Tensor | None = None
 
     @property
     def trellis(self) -> bool:
@@ -51,8 +54,12 @@ class Codec:
         return self.width * self.bits // 8
 
     @classmethod
-    def from_format(cls, stream: StreamFormat, device: torch.device | str = "cpu") -> "Codec":
-        """Tables for `stream` on `device`."""
+    def from_format(
+        cls, stream: StreamFormat, device: torch.device | str = "cpu", feedback: Tensor | None = None
+    ) -> "Codec":
+        """Tables for `stream` on `device`. Raises ValueError for feedback where a row has several scales."""
+        if feedback is not None and stream.groups > 1:
+            raise ValueError(f"feedback needs one scale a row, not scale_group={stream.scale_group}")
         book = stream.codebook
         return cls(
             stream.name,
@@ -65,6 +72,7 @@ class Codec:
             torch.tensor(book.levels, dtype=torch.float32, device=device),
             torch.tensor(book.boundaries, dtype=torch.float32, device=device),
             TRELLISES[stream.bits].classes if stream.quantizer == "trellis" else 1,
+            feedback,
         )
 
 

@@ -90,8 +90,15 @@ def quantize_by_reference(y: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
 class GuardedStream:
     """A packed stream of poisoned slots (0xFF codes, NaN scales) with guard bytes around each slab."""
 
-    def __init__(self, stream_format: StreamFormat, num_blocks: int, heads: int, blocks_per_slab: int = 2) -> None:
-        codec = Codec.from_format(stream_format)
+    def __init__(
+        self,
+        stream_format: StreamFormat,
+        num_blocks: int,
+        heads: int,
+        blocks_per_slab: int = 2,
+        codec: Codec | None = None,
+    ) -> None:
+        codec = codec or Codec.from_format(stream_format)
         self._buffers: list[Tensor] = []
         codes, scales = [], []
         for _ in range(-(-num_blocks // blocks_per_slab)):

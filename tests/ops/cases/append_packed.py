@@ -6,9 +6,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rotaryquant.formats.codebook import CYCLE, FINE
 from rotaryquant.formats.kv import BLOCK, StreamFormat
 from rotaryquant.ops.append_packed import append_packed
 from rotaryquant.ops.pack import reference as pack_reference
+from rotaryquant.ops.quantize import reference as quantize_reference
 from rotaryquant.ops.rotate import build_rotation, rotate
 from rotaryquant.ops.streams import Codec
 
@@ -25,6 +27,7 @@ class Spec:
     steps: tuple[tuple[int, ...], ...]
     dtype: torch.dtype = torch.float32
     mean: bool = False
+    feedback: bool = False
 
     @property
     def totals(self) -> list[int]:
@@ -45,6 +48,44 @@ def inputs(name: str, spec: Spec) -> tuple[Tensor, Tensor | None]:
     x = torch.randn(batch, max(spec.totals) + 3, HEADS, spec.stream.width, generator=g)
     mean = torch.randn(batch, HEADS, spec.stream.width, generator=g) if spec.mean else None
     return (x + 1.0).to(spec.dtype).transpose(1, 2), mean
+
+
+def codec_of(name: str, spec: Spec) -> Codec:
+    """The stream's codec, with factors of feedback as large as those of real metrics where the case wants them."""
+    factors = None
+    if spec.feedback:
+        width = spec.stream.width
+        later = torch.arange(width)[:, None] // CYCLE < torch.arange(width) // CYCLE
+        factors = torch.randn(HEADS, width, width, generator=generator(name)) * 0.5 / width**0.5 * later
+    return Codec.from_format(spec.stream, feedback=factors)
+
+
+def assert_codes_follow_errors(codes: Tensor, y: Tensor, codec: Codec) -> None:
+    """Each block's codes are those of what they were chosen for: its columns and what the errors before it, which the
+    codes themselves tell, add to them. Sums in another order may move what lies on a boundary.
+    """
+    assert codec.feedback is not None
+    rms = y.double().square().mean(-1, keepdim=True).sqrt()
+    t = torch.where(rms > 0, y.double() / rms, 0.0)
+    error = t - quantize_reference.dequantize(codes, torch.ones(*codes.shape[:-1], 1), codec).double() * codec.unit
+    wanted = t + error @ codec.feedback.double()
+    best = quantize_reference._codes(wanted.float(), codec).int()
+    different = (codes.int() != best) & (rms > 0)
+    if codec.trellis:
+        fraction = (wanted / (codec.unit / FINE) + 0.5) % 1.0
+        near = torch.minimum(fraction, 1 - fraction).unflatten(-1, (-1, CYCLE)).amin(-1) < 1e-3
+        near = near.repeat_interleave(CYCLE, -1)
+    else:
+        near = (wanted[..., None] - codec.boundaries.double()).abs().amin(-1) < 1e-5
+    assert bool(near[different].all()), "codes differ away from any boundary"
+    assert int(different.sum()) <= max(1, different.numel() // 1000), "too many codes differ at boundaries"
+
+
+def scales_of(codes: Tensor, y: Tensor, codec: Codec) -> Tensor:
+    """Scales |y|² / <y, levels> of rows with these codes."""
+    assert codec.scale_rule == "score"
+    levels = quantize_reference.dequantize(codes, torch.ones(*codes.shape[:-1], 1), codec)
+    return (y.square().sum(-1, keepdim=True) / (y * levels).sum(-1, keepdim=True)).to(codec.scale_dtype)
 
 
 def read_back(guarded: GuardedStream, table: Tensor, totals: list[int]) -> Outcome:
@@ -74,7 +115,7 @@ def read_back(guarded: GuardedStream, table: Tensor, totals: list[int]) -> Outco
 def run(kernel: str, *, name: str, spec: Spec) -> Outcome:
     x, mean = inputs(name, spec)
     batch, blocks = len(spec.totals), max(spec.totals) // BLOCK + 1
-    guarded = GuardedStream(spec.stream, batch * blocks + 1, HEADS)
+    guarded = GuardedStream(spec.stream, batch * blocks + 1, HEADS, codec=codec_of(name, spec))
     table = torch.randperm(batch * blocks, generator=generator(name))
     table = table.view(batch, blocks).to(torch.int32)
     rotation = build_rotation(spec.stream, 2, HEADS)
@@ -89,14 +130,19 @@ def run(kernel: str, *, name: str, spec: Spec) -> Outcome:
 
 
 def compare(got: Outcome, want: Outcome, *, name: str, spec: Spec) -> None:
-    codec = Codec.from_format(spec.stream)
+    codec = codec_of(name, spec)
     assert got.results == want.results == [-1] * len(spec.steps)
     assert got.untouched
     x, mean = inputs(name, spec)
     x = x.float() if mean is None else x.float() - mean[:, :, None]
     y = rotate(x, build_rotation(spec.stream, 2, HEADS), kernel="reference")
     for b, total in enumerate(spec.totals):
-        assert_codes_equal(got.codes[b, :, :total], want.codes[b, :, :total], y[b, :, 3 : 3 + total], codec)
+        rows = y[b, :, 3 : 3 + total]
+        if spec.feedback:  # a code that differs changes all that follow, and the scale
+            assert_codes_follow_errors(got.codes[b, :, :total], rows, codec)
+            assert_scales_equal(got.scales[b, :, :total], scales_of(got.codes[b, :, :total], rows, codec))
+            continue
+        assert_codes_equal(got.codes[b, :, :total], want.codes[b, :, :total], rows, codec)
         assert_scales_equal(got.scales[b, :, :total], want.scales[b, :, :total])
 
 
@@ -122,6 +168,13 @@ SPECS = {
     "trellis, nothing new": Spec(_key(64, 3, quantizer="trellis"), ((0, 0), (0, 33), (0, 0))),
     "trellis, 4 bits": Spec(_key(80, 4, quantizer="trellis"), ((63, 1), (66, 128))),
     "trellis of 64 in bf16": Spec(_key(64, 3, quantizer="trellis"), ((130, 127),), torch.bfloat16),
+    "feedback": Spec(_key(128, 3), ((63, 1), (64, 2), (1, 127), (129, 254)), mean=True, feedback=True),
+    "feedback, 2 bits of 64 in bf16": Spec(_key(64, 2), ((130, 127),), torch.bfloat16, feedback=True),
+    "feedback, width 80": Spec(_key(80, 4), ((129,),), feedback=True),
+    "feedback, width 72": Spec(_key(72, 3, "dense"), ((129,),), feedback=True),
+    "feedback, trellis": Spec(_key(128, 3, quantizer="trellis"), ((63, 1), (66, 128)), feedback=True),
+    "feedback, trellis of 2 bits": Spec(_key(64, 2, quantizer="trellis"), ((129,),), feedback=True),
+    "feedback, trellis of 4 bits": Spec(_key(80, 4, quantizer="trellis"), ((129,),), feedback=True),
     "width 96, 4 bits": Spec(_key(96, 4), ((128,),)),
     "width 112": Spec(_key(112, 3), ((129,),)),
     "width 192": Spec(_key(192, 3), ((129,),)),

@@ -111,6 +111,8 @@ struct AppendArgs {
   Stream stream;
   Rows x;
   Rows mean;  // one row per batch row and head; data null: none
+  // [heads, width, width]: what the error of a column adds to those of later blocks of 16 before they are coded; null: none
+  const float* feedback = nullptr;
   int64_t heads;
 };
 

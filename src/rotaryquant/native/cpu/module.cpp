@@ -105,7 +105,7 @@ std::vector<AppendUnit> append_units(const Array& x, const Slabs& slabs, const A
 
 int64_t py_append(const Array& x, const Rotations& rotations, const Slabs& slabs, const Array& table,
                   const Array& src_begin, const Array& counts, const Array& dst_begin, const OptionalArray& mean,
-                  int threads) {
+                  const OptionalArray& feedback, int threads) {
   require(x.shape.size() == 4, "x must be [batch, heads, rows, width]");
   const Rotation rotation = rotations.tables();
   const int64_t batch = x.shape[0], heads = rotation.heads, width = rotation.width;
@@ -122,6 +122,11 @@ int64_t py_append(const Array& x, const Rotations& rotations, const Slabs& slabs
     args.mean.data = mean->at<const void>();
     args.mean.batch_stride = mean->strides[0];
     args.mean.head_stride = mean->strides[1];
+  }
+  if (feedback) {
+    require(args.stream.codec.groups() == 1, "feedback needs one scale a row");
+    args.feedback = feedback->of_type("feedback", Dtype::f32).of_shape("feedback", {heads, width, width})
+                        .contiguous("feedback").at<const float>();
   }
   const std::vector<AppendUnit> units =
       append_units(x, slabs, table, integers("src_begin", src_begin, {batch}), integers("counts", counts, {batch}),
@@ -250,7 +255,7 @@ NB_MODULE(_native, m) {
   m.def("repack", &py_repack, "step"_a, "rows"_a, "out"_a, "bits"_a, "width"_a, "layout"_a, "threads"_a,
         Release());
   m.def("append", &py_append, "x"_a, "rotation"_a, "stream"_a, "block_table"_a, "src_begin"_a, "counts"_a,
-        "dst_begin"_a, "mean"_a.none(), "threads"_a, Release());
+        "dst_begin"_a, "mean"_a.none(), "feedback"_a.none(), "threads"_a, Release());
   m.def("attention", &py_attention, "q"_a, "plan"_a, "mask"_a.none(), "out"_a, "threads"_a, Release());
   m.def("borrow_threads", [](uint64_t address) { borrow_threads(reinterpret_cast<Parallel>(address)); }, "address"_a,
         "Run loops on threads of the OpenMP runtime with GOMP_parallel at this address; 0: on threads of our own.");

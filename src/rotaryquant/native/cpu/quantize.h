@@ -96,13 +96,53 @@ RQ_INLINE Sums code_group_trellis(const Codec& codec, const float* z, int64_t co
   return s;
 }
 
+// Level of column j of a block of `count`.
+template <int KIND>
+RQ_INLINE float level_of(const Codec& codec, const uint8_t* codes, int64_t j) {
+  if constexpr (kPaths<KIND>) {
+    const int before = codes[(j + kCycle - 1) % kCycle] % kClasses<KIND>;
+    return codec.levels[(before << kBits<KIND>) + codes[j]];
+  }
+  return codec.levels[codes[j]];
+}
+
+// As above, block after block of columns; `wanted` has room for a row, in which the errors so far are added to z.
+template <int KIND>
+RQ_INLINE Sums code_group_with_feedback(const Codec& codec, const float* z, int64_t count, float rms,
+                                        const float* feedback, float* wanted, uint8_t* codes) {
+  const float unit = codec.unit * rms;
+  memcpy(wanted, z, (size_t)round_up(count, VL) * sizeof(float));
+  Sums s = {0, 0, 0};
+  for (int64_t i = 0; i < count; i += kCycle) {
+    const int64_t columns = smaller(kCycle, count - i);
+    float errors[kCycle] = {};
+    if constexpr (kPaths<KIND>) code_group_trellis<KIND>(codec, wanted + i, columns, rms, codes + i);
+    else code_group<KIND>(codec, wanted + i, columns, rms, codes + i);
+    for (int64_t j = 0; j < columns; j++) {
+      const float level = level_of<KIND>(codec, codes + i, j), v = z[i + j];
+      errors[j] = v - level * unit;
+      s.squares += v * v;
+      s.dot += v * level;
+      s.level_squares += level * level;
+    }
+    for (int64_t k = i + kCycle; k < count; k += VL) {  // past the width, rows of the factors read zeros of the next
+      vf total = load(wanted + k);
+      for (int64_t j = 0; j < kCycle; j++) total += errors[j] * load(feedback + (i + j) * count + k);
+      store(wanted + k, total);
+    }
+  }
+  return s;
+}
+
 RQ_INLINE void fill_codes(uint8_t* codes, int64_t count, int32_t code) {
   for (int64_t i = 0; i < count; i += VL) store_u8(codes + i, splat_i32(code));
 }
 
-// Scale of one group. y [count rounded up to whole vectors] is overwritten; zeros past count.
+// Scale of one group. y [count rounded up to whole vectors] is overwritten; zeros past count. feedback: of the row's
+// head, with room for a row in `wanted`; null: none.
 template <int KIND>
-RQ_INLINE float quantize_group(const Codec& codec, float* y, int64_t count, uint8_t* codes) {
+RQ_INLINE float quantize_group(const Codec& codec, float* y, int64_t count, uint8_t* codes, const float* feedback,
+                               float* wanted) {
   const float largest = largest_magnitude(y, count);
   if (largest == 0) {
     bool zero = true;  // NaN escapes the maximum
@@ -128,6 +168,7 @@ RQ_INLINE float quantize_group(const Codec& codec, float* y, int64_t count, uint
   const float rms = __builtin_sqrtf(sum(squares) / (float)count);
   Sums s;
   if constexpr (KIND == 8) s = code_group_int8(y, count, top, codes);
+  else if (feedback) s = code_group_with_feedback<KIND>(codec, y, count, rms, feedback, wanted, codes);
   else if constexpr (kPaths<KIND>) s = code_group_trellis<KIND>(codec, y, count, rms, codes);
   else s = code_group<KIND>(codec, y, count, rms, codes);
   float scale;
@@ -148,12 +189,14 @@ RQ_INLINE bool finite_scale(uint16_t scale, Dtype dtype) {
 }
 
 // Codes [width rounded up to whole vectors] and scales of y [same], which is overwritten. False: a scale is not
-// finite. Groups other than the whole row are whole vectors themselves.
+// finite. Groups other than the whole row are whole vectors themselves. feedback, wanted: as of a group, with one group.
 template <int KIND>
-RQ_INLINE bool quantize_row(const Codec& codec, float* y, uint8_t* codes, uint16_t* scales, int64_t scale_stride) {
+RQ_INLINE bool quantize_row(const Codec& codec, float* y, uint8_t* codes, uint16_t* scales, int64_t scale_stride,
+                            const float* feedback, float* wanted) {
   bool finite = true;
   for (int64_t g = 0; g < codec.groups(); g++) {
-    const float scale = quantize_group<KIND>(codec, y + g * codec.group, codec.group, codes + g * codec.group);
+    const int64_t at = g * codec.group;
+    const float scale = quantize_group<KIND>(codec, y + at, codec.group, codes + at, feedback, wanted);
     scales[g * scale_stride] = round_scale(scale, codec.scale_dtype);
     finite &= finite_scale(scales[g * scale_stride], codec.scale_dtype);
   }

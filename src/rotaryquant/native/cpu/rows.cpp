@@ -14,6 +14,7 @@ namespace {
 struct RowScratch {
   HeadRotation rotation;
   float rows[kTileRows * kMaxPadded], spare[kTileRows * kMaxPadded];
+  float wanted[kMaxPadded];
   int64_t stride;  // of `codes`
   uint8_t codes[kStrip * kMaxPadded];
 };
@@ -38,6 +39,7 @@ Met code_rows(const AppendArgs& args, const AppendUnit& unit, RowScratch& s, con
   const Codec& codec = args.stream.codec;
   const int64_t padded = round_up(codec.width, VL), stride = s.stride;
   uint16_t* scales = args.stream.scale_rows(unit.block, unit.head);
+  const float* feedback = args.feedback ? args.feedback + unit.head * codec.width * codec.width : nullptr;
   Met met = Met::nothing;
   for (int64_t tile = 0; tile < count; tile += kTileRows) {
     const int64_t rows = smaller(kTileRows, count - tile);
@@ -52,7 +54,7 @@ Met code_rows(const AppendArgs& args, const AppendUnit& unit, RowScratch& s, con
     for (int64_t i = 0; i < rows; i++) {
       uint16_t* row_scales = scales + (first + tile + i) * args.stream.scale_row;
       if (!quantize_row<KIND>(codec, s.rows + i * padded, codes + (tile + i) * stride, row_scales,
-                              args.stream.scale_group)) {
+                              args.stream.scale_group, feedback, s.wanted)) {
         met = Met::bad_scale;  // an input that is not finite in a later row still takes precedence
       }
     }
@@ -95,7 +97,7 @@ void quantize_rows(const QuantizeArgs& args, int64_t first, int64_t count, RowSc
   const int64_t width = codec.width, padded = round_up(width, VL);
   for (int64_t r = first; r < first + count; r++) {
     load_row((const char*)(args.y + r * width), Dtype::f32, width, padded, s.rows);
-    quantize_row<KIND>(codec, s.rows, s.codes, args.scales + r * codec.groups(), 1);
+    quantize_row<KIND>(codec, s.rows, s.codes, args.scales + r * codec.groups(), 1, nullptr, s.wanted);
     memcpy(args.codes + r * width, s.codes, (size_t)width);
   }
 }

@@ -25,7 +25,12 @@ def unsupported(
         or native.rotation_reason(rotation)
         or native.stream_reason("stream", stream)
         or native.not_on_cpu(
-            block_table=block_table, src_begin=src_begin, counts=counts, dst_begin=dst_begin, mean=mean
+            block_table=block_table,
+            src_begin=src_begin,
+            counts=counts,
+            dst_begin=dst_begin,
+            mean=mean,
+            feedback=stream.codec.feedback,
         )
     )
 
@@ -52,6 +57,7 @@ def run(
         counts=count,
         dst_begin=start,
         mean=mean,
+        feedback=stream.codec.feedback,
         threads=torch.get_num_threads(),
     )
     return bad

@@ -19,15 +19,13 @@ def unsupported(q: Tensor, view: CacheView, options: Options, mask: Tensor | Non
 
 def packed_rows(stream: PackedStream, blocks: list[int], count: int) -> Tensor:
     """Rows [0, count) of the given blocks in the rotated space, fp32 [num_kv_heads, count, width]."""
-    codec, rows = stream.codec, []
-    for index, block in enumerate(blocks):
-        filled = min(BLOCK, count - index * BLOCK)
-        if filled <= 0:
-            break
-        codes, scales = block_rows(stream, block)
-        unpacked = pack.run("unpack_sealed", codes[:, :filled], codec.bits, codec.width, codec.layout)
-        rows.append(quantize.dequantize(unpacked, scales[:, :filled], codec))
-    return torch.cat(rows, 1) if rows else torch.zeros(0)
+    if count == 0:
+        return torch.zeros(0)
+    codec = stream.codec
+    parts = [block_rows(stream, block) for block in blocks[: -(-count // BLOCK)]]
+    codes, scales = (torch.cat(part, 1)[:, :count] for part in zip(*parts, strict=True))
+    unpacked = pack.run("unpack_sealed", codes, codec.bits, codec.width, codec.layout)  # strips never cross blocks
+    return quantize.dequantize(unpacked, scales, codec)
 
 
 def row_sizes(stream: PackedStream, blocks: list[int], count: int) -> Tensor:

@@ -11,12 +11,15 @@ KERNELS = ("cpu", "reference")
 def quantize(y: Tensor, codec: Codec, *, kernel: str = "auto") -> tuple[Tensor, Tensor]:
     """Codes and scales of rotated rows.
 
-    y: fp32 [..., width]. Returns codes uint8 [..., width] (int32 bit patterns at 32 bits) and scales
-    scale_dtype [..., groups]. Reductions in fp32 after division by the group's largest magnitude, so rows of
-    any finite size are exact; a zero group gets scale 0. Non-finite rows give non-finite scales.
+    y: fp32 [..., width], with the codec's feedback [..., num_kv_heads, rows, width]. Returns codes uint8 [..., width]
+    (int32 bit patterns at 32 bits) and scales scale_dtype [..., groups]. Reductions in fp32 after division by the
+    group's largest magnitude, so rows of any finite size are exact; a zero group gets scale 0. Non-finite rows give
+    non-finite scales.
     """
     if y.shape[-1] != codec.width:
         raise ValueError(f"y has width {y.shape[-1]}; the codec is for {codec.width}")
+    if codec.feedback is not None and (y.dim() < 3 or y.shape[-3] != len(codec.feedback)):
+        raise ValueError(f"y has shape {tuple(y.shape)}; feedback wants [..., {len(codec.feedback)}, rows, width]")
     result: tuple[Tensor, Tensor] = dispatch.run("quantize", kernel, y, codec)
     return result
 

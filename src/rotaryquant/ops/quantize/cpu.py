@@ -10,6 +10,8 @@ from rotaryquant.ops.streams import Codec
 
 def unsupported(y: Tensor, codec: Codec) -> str | None:
     """Why the native kernel cannot take this call, or None."""
+    if codec.feedback is not None:
+        return "codes with feedback are made where rows are written (append_packed)"
     return native.not_on_cpu(y=y) or native.codec_reason(codec)
 
 

@@ -29,10 +29,27 @@ def _scale(y: Tensor, levels: Tensor, codec: Codec, rms: Tensor) -> Tensor:
 def _levels(codes: Tensor, codec: Codec) -> Tensor:
     """Level of each code, of the same shape; in a trellis it depends on the class of the one before it too."""
     if codec.trellis:
-        circles = codes.view(*codes.shape[:-1], codes.shape[-1] // CYCLE, CYCLE)
+        circles = codes.reshape(*codes.shape[:-1], codes.shape[-1] // CYCLE, CYCLE)
         before = circles.roll(1, -1) % codec.classes
         codes = ((before << codec.bits) + circles).flatten(-2)
     return codec.levels[codes]
+
+
+def _codes(t: Tensor, codec: Codec) -> Tensor:
+    """Codes int64 of values in units of their root mean square, each or each circle for itself."""
+    return _trellis_codes(t, codec) if codec.trellis else torch.bucketize(t, codec.boundaries, right=True)
+
+
+def _codes_with_feedback(t: Tensor, codec: Codec) -> Tensor:
+    """The same block after block, errors so far added to later columns; t [..., num_kv_heads, rows, width]."""
+    assert codec.feedback is not None
+    codes, wanted = torch.empty(t.shape, dtype=torch.int64, device=t.device), t.clone()
+    for begin in range(0, codec.width, CYCLE):
+        block, later = slice(begin, begin + CYCLE), slice(begin + CYCLE, codec.width)
+        codes[..., block] = _codes(wanted[..., block].contiguous(), codec)
+        error = t[..., block] - _levels(codes[..., block], codec) * codec.unit
+        wanted[..., later] += error @ codec.feedback[:, block, later]
+    return codes
 
 
 def _trellis_codes(t: Tensor, codec: Codec) -> Tensor:
@@ -91,7 +108,9 @@ def run(y: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
         levels = codes - 128.0
     else:
         t = torch.where(rms == 0, torch.zeros_like(z), z / rms)
-        codes = _trellis_codes(t, codec) if codec.trellis else torch.bucketize(t, codec.boundaries, right=True)
+        codes = _codes(t, codec)
+        if codec.feedback is not None:  # one group
+            codes = torch.where(rms == 0, codes, _codes_with_feedback(t[..., 0, :], codec)[..., None, :])
         levels = _levels(codes, codec)
     scale = _scale(z, levels, codec, rms) * largest[..., 0]
     scale = torch.where(largest[..., 0] == 0, torch.zeros_like(scale), scale)
