@@ -94,6 +94,7 @@ def measured(specs: list[str], device: torch.device) -> dict[str, Any]:
         "turbo3-qjl,sinks=4,tail=48",
         "iso3-strict,mean=off",
         "iso3,mean=off",
+        "iso3",
     ],
 )
 def test_scores_elsewhere_are_those_of_the_cpu(spec: str) -> None:
