@@ -8,6 +8,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import rotaryquant
 from rotaryquant.errors import ConfigError
 
@@ -34,16 +36,27 @@ def model_name(model: str | None) -> str:
     return Path(model).resolve().name if Path(model).exists() else model
 
 
-def provenance() -> dict[str, Any]:
-    """Machine, date and versions that produced a number; packages that are not installed are left out."""
+def provenance(device: str = "cpu") -> dict[str, Any]:
+    """Machine, date and versions that produced a number; packages that are not installed are left out.
+
+    device: that the model was on, as torch names it.
+    """
     return {
         "machine": _processor(),
+        "device": device_name(device),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {
             "rotaryquant": rotaryquant.__version__,
             **{name: version for name in ("torch", "transformers") if (version := installed(name)) is not None},
         },
     }
+
+
+def device_name(device: str) -> str:
+    """What an accelerator is called, where torch knows ("NVIDIA H200"); else how torch names the device ("cpu")."""
+    given = torch.device(device)
+    name = None if given.type == "cpu" else getattr(torch.get_device_module(given), "get_device_name", None)
+    return str(given) if name is None else str(name(given))
 
 
 def installed(package: str) -> str | None:

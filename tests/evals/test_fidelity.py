@@ -185,6 +185,7 @@ def test_windows_begin_as_the_model_expects(tmp_path: Path) -> None:
         (("--kv", "iso5"), "kv='iso5' is unknown"),
         (("--against", "iso4"), "must be one of --kv"),
         (("--tokens", "100000"), "ask for at most"),
+        (("--device", "nowhere"), "device='nowhere' cannot be used here"),
         (("--context", "64"), "need at least 512"),
     ],
 )

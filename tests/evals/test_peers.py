@@ -242,6 +242,16 @@ def test_the_encoder_finds_the_best_path() -> None:
     assert torch.allclose(found, best, rtol=1e-5)
 
 
+def test_rows_are_encoded_alike_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held at a time decides how many rows and coordinates go together, and nothing else."""
+    rows, values = normal_rows(40)[0], trellis.trellis_values(3)
+    together = trellis.best_path(rows, values, 3)
+    for held in (1, 3 * len(values), 40 * 5 * len(values)):
+        monkeypatch.setattr(trellis, "_HELD_ON_CPU", held)
+        assert torch.equal(trellis.best_path(rows, values, 3), together)
+    assert trellis.best_path(rows[:0], values, 3).shape == (0, 64)
+
+
 def test_a_balanced_tile_varies_alike_along_both_axes() -> None:
     tile = normal_rows(128) * torch.logspace(-2, 2, 64) * torch.logspace(-1, 1, 128)[:, None]
     rows, columns = kvarn.balance(tile)

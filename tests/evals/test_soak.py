@@ -12,7 +12,13 @@ from support.commands import Run, is_error
 from support.tiny_llm import save_tiny
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again. " * 60
-GOOD: dict[str, Any] = {"failures": [], "drift": 0.0, "rss_slope_mb_per_hour": 0.2, "seconds": 7200.0}
+GOOD: dict[str, Any] = {
+    "failures": [],
+    "drift": 0.0,
+    "rss_slope_mb_per_hour": 0.2,
+    "device_slope_mb_per_hour": None,
+    "seconds": 7200.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +59,8 @@ def test_slope_is_that_of_the_line_after_the_warm_up() -> None:
         ({"rss_slope_mb_per_hour": 1.5}, "memory grew by 1.5 MB an hour, more than 1"),
         ({"rss_slope_mb_per_hour": 90.0, "seconds": 60.0}, None),
         ({"rss_slope_mb_per_hour": None}, None),
+        ({"device_slope_mb_per_hour": 0.9}, None),
+        ({"device_slope_mb_per_hour": 1.5}, "the device's memory grew by 1.5 MB an hour, more than 1"),
     ],
 )
 def test_what_does_not_pass(change: dict[str, Any], reason: str | None) -> None:

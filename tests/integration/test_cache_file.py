@@ -21,6 +21,8 @@ from rotaryquant.integrations.transformers.cache import PackedCache
 from rotaryquant.integrations.transformers.cache_file import load_cache, save_cache
 from rotaryquant.integrations.transformers.fingerprint import model_fingerprint
 from rotaryquant.integrations.transformers.geometry import text_config
+from support.elsewhere import ELSEWHERE, elsewhere
+from support.kernels import force_kernel
 from support.models import random_tokens, tiny
 from support.zoo import build, sharpen
 
@@ -97,6 +99,29 @@ def test_a_batch_with_pads_says_the_same(tmp_path: Path) -> None:
             token = random_tokens(3, 1, seed=9)
             want = model(token, attention_mask=mask, cache=cache).logits
             assert torch.equal(model(token, attention_mask=mask, cache=loaded).logits, want)
+
+
+@pytest.mark.parametrize("family", ["tiny", "gemma4_kvshared"])
+def test_a_cache_is_loaded_to_where_the_model_is(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_kernel(monkeypatch, "reference")
+    model, path = tiny() if family == "tiny" else build(family), tmp_path / "cache.safetensors"
+    written(model, path, "iso3", columns=212)
+    token = random_tokens(1, 3, seed=9, vocab=256)
+
+    def said(place: torch.device) -> Tensor:
+        model.to(place)  # type: ignore[arg-type]
+        model.tie_weights()
+        with enabled(model, "iso3") as state, torch.no_grad():
+            assert state is not None
+            cache = state.new_cache()
+            assert load_cache(path, model, cache).device.type == "cpu"
+            logits = model(token.to(place), cache=cache).logits.cpu()
+            assert cache.counters.packed_reads > 0
+        return torch.as_tensor(logits)
+
+    wanted = said(torch.device("cpu"))
+    with elsewhere():
+        torch.testing.assert_close(said(ELSEWHERE), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_an_empty_cache_can_be_saved_and_loaded(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ def benchmark_data(
     kernels can measure them.
     """
     return {
-        **provenance(),
-        "device": device,
+        **provenance(device),
         **fields,
         "rounds": rounds,
         "interval": interval_name(rounds),

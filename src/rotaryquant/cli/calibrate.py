@@ -33,8 +33,7 @@ def run(words: Sequence[str]) -> int:
     made.add_argument("--kv", metavar="SPEC", default="iso3", help="how rows are coded otherwise (default iso3)")
     made.add_argument("--context", type=int, default=1024, metavar="N", help="tokens in a window (default 1024)")
     made.add_argument("--tokens", type=int, default=2048, metavar="N", help="predictions to compare (default 2048)")
-    made.add_argument("--dtype", default="auto", metavar="TYPE", help="auto (as stored), bfloat16, float16 or float32")
-    made.add_argument("--threads", type=int, metavar="N", help="threads of torch (default: its own choice)")
+    common.add_loading(made)
     made.add_argument("--any-baseline", action="store_true", help="go on with an implausible perplexity of the text")
     args = made.parse_args(words)
     from rotaryquant.config import parse_kv
@@ -53,7 +52,7 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError(f"--output {target}: wanted a file in a folder that exists")
     text = read_text(Path(args.text))
     calibration = calibrate_kv.measure(
-        load_model(args.model, args.dtype, args.threads),
+        load_model(args.model, args.dtype, args.threads, args.device),
         kv,
         text,
         context=args.context,

@@ -99,7 +99,8 @@ def markdown(outcome: "Outcome") -> str:
     """An outcome as Markdown: the command, where and when it ran, what else to say, the table."""
     data = outcome.data
     versions = ", ".join(f"{package} {version}" for package, version in data["versions"].items())
-    where = f"{data['machine']}, {data['date']}, {versions}"
+    device = "" if data["device"] == "cpu" else f"{data['device']}, "
+    where = f"{device}{data['machine']}, {data['date']}, {versions}"
     table = [outcome.headers, ["---:"] * len(outcome.headers), *outcome.rows]
     lines = ["| " + " | ".join(cells) + " |" for cells in table]
     notes = [f"- {line}" for line in outcome.lines]

@@ -53,7 +53,7 @@ class _RecordingLayer(PackedLayer):
         heads, tokens, width = keys.shape
         grouped = queries[0].float().view(heads, -1, tokens, width)
         scores = grouped @ keys[:, None].transpose(-1, -2) * scale
-        later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+        later = torch.ones(tokens, tokens, dtype=torch.bool, device=keys.device).triu(1)
         weights = scores.masked_fill(later, -torch.inf).softmax(-1).square().sum((1, 2))  # [heads, tokens]
         flat = grouped.flatten(1, 2)
         query_moment = flat.transpose(-1, -2) @ flat

@@ -31,11 +31,15 @@ from rotaryquant.integrations.transformers.report import layer_bits
 from rotaryquant.integrations.transformers.tokens import encode_text
 from rotaryquant.kv import accounting, heap
 from rotaryquant.measuring import Outcome, model_name, provenance, read_text, text_fingerprint
+from rotaryquant.ops import dispatch
 
 
 @dataclass
 class Scores:
-    """Sums over the scored positions of one configuration; one entry of `nll` per window, nats."""
+    """Sums over the scored positions of one configuration; one entry of `nll` per window, nats.
+
+    divergence, agree: fp32 [positions] per window, on the CPU whatever the model's device.
+    """
 
     nll: list[float] = field(default_factory=list)
     divergence: list[Tensor] = field(default_factory=list)
@@ -45,22 +49,25 @@ class Scores:
     summary: str = "kv=fp16: nothing packed"
 
     def add(self, chunks: Iterable[Chunk], reference: Tensor, ids: Tensor, first: int) -> None:
-        """Score one window. reference: exact log-probabilities [positions, vocab] from position `first` on."""
-        nll = 0.0
+        """Score one window, on the device of its logits.
+
+        reference: exact log-probabilities [positions, vocab] from position `first` on.
+        """
         # Taken first: small tensors between the logits of chunks would keep the heap from using their room again.
-        divergence, agree = torch.empty(len(reference)), torch.empty(len(reference))
+        nll = torch.zeros((), dtype=torch.float64, device=reference.device)
+        divergence, agree = (torch.empty(len(reference), device=reference.device) for _ in range(2))
         for chunk in chunks:
             part = slice(chunk.begin - first, chunk.end - first)
             exact = reference[part]
             packed = chunk.logits.log_softmax(-1)
             targets = ids[chunk.begin + 1 : chunk.end + 1, None]
-            nll -= float(packed.gather(1, targets).double().sum())
+            nll -= packed.gather(1, targets).double().sum()
             divergence[part] = (exact.exp() * (exact - packed)).sum(-1)
             agree[part] = (exact.argmax(-1) == packed.argmax(-1)).float()
             self.reads.add(chunk.reads)
-        self.nll.append(nll)
-        self.divergence.append(divergence)
-        self.agree.append(agree)
+        self.nll.append(float(nll))
+        self.divergence.append(divergence.cpu())
+        self.agree.append(agree.cpu())
         heap.give_back()
 
 
@@ -163,7 +170,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Measured:
     """Windows of a text as several configurations read them. counts: scored positions of each window.
 
-    about: what a report says of the run before its results.
+    about: what a report says of the run before its results; its `attention` has the kernels that read packed rows.
     """
 
     exact_nll: list[float]
@@ -198,25 +205,27 @@ def measure_text(
         raise ConfigError(f"context={args.context}, tokens={args.tokens}: need at least 512 and 1")
     text = read_text(Path(args.text))
     _check_held_out(specs, text)
-    loaded = load_model(args.model, args.dtype, args.threads)
+    loaded = load_model(args.model, args.dtype, args.threads, args.device)
     windows, start = windows_of(loaded, text, args.context, args.tokens)
-    other = load_model(reference, args.dtype, args.threads) if reference else None
+    other = load_model(reference, args.dtype, args.threads, args.device) if reference else None
     if other is not None and encode_text(other.tokenizer, text[:2000]) != encode_text(loaded.tokenizer, text[:2000]):
         raise ConfigError(f"--reference {reference}: its tokenizer splits the text differently; use a sibling model")
     specs = calibrated(loaded, specs, calibration, text, progress)
+    called = dispatch.calls.copy()
     exact_nll, scores = measure(loaded, specs, windows, other, progress=progress)
     counts = [len(ids) - 1 - len(ids) // 2 for ids in windows]
     ppl_ref = math.exp(sum(exact_nll) / sum(counts))
     if not args.any_baseline:
         check_plausible(ppl_ref, start)
     about = {
-        **provenance(),
+        **provenance(args.device),
         "model": model_name(args.model),
         "reference": model_name(reference) if reference else "the same model, 16-bit cache",
         "text": Path(args.text).name,
         "context": args.context,
         "windows": len(windows),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "attention": sorted(name for op, name in dispatch.calls - called if op == "packed_attention"),
         **start,
         "ppl_ref": ppl_ref,
     }

@@ -17,7 +17,7 @@ import torch
 
 from rotaryquant.config import KVCacheConfig, spec_name
 from rotaryquant.errors import ConfigError
-from rotaryquant.evals.inputs import add_model_arguments, load_model
+from rotaryquant.evals.inputs import add_model_arguments, ids_tensor, load_model
 from rotaryquant.evals.peers import parse_spec
 from rotaryquant.evals.prompts import PROMPTS, GatePrompt
 from rotaryquant.evals.simulated import Simulation, new_cache
@@ -103,7 +103,7 @@ def disagreement(
 
     said: the 16-bit answer, which is read back behind its prompt. Both fp32 [tokens said].
     """
-    whole, first = torch.tensor([*ids, *said]), len(ids) - 1
+    whole, first = ids_tensor(loaded, [*ids, *said]), len(ids) - 1
     exact = reference_logits(loaded.model, whole, first).log_softmax(-1)
     reads, divergence, agree = 0, [], []
     with enabled(loaded.model, kv.config if isinstance(kv, Simulation) else kv) as state:
@@ -163,7 +163,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
             f"a share and a positive number of nats"
         )
     limits = Limits(args.repetition, args.divergence, args.strict)
-    loaded = load_model(args.model, args.dtype, args.threads)
+    loaded = load_model(args.model, args.dtype, args.threads, args.device)
     rows = []
     for number, prompt in enumerate(PROMPTS):
         progress(f"prompt {number + 1} of {len(PROMPTS)}: {prompt.name}")
@@ -172,7 +172,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
         raise PathError(f"no answer was long enough to read packed rows ({args.tokens} tokens); raise --tokens")
     scored = sum(row["exact_tokens"] for row in rows)
     data = {
-        **provenance(),
+        **provenance(args.device),
         "model": model_name(args.model),
         "kv": spec_name(args.kv),
         "tokens": args.tokens,

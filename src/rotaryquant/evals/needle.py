@@ -20,12 +20,13 @@ from transformers.cache_utils import Cache
 
 from rotaryquant.config import KVCacheConfig, parse_kv, spec_name
 from rotaryquant.errors import ConfigError, RotaryQuantError
+from rotaryquant.evals.inputs import add_loading_arguments, ids_tensor, load_model
 from rotaryquant.evals.teacher_forcing import PathError
 from rotaryquant.integrations.transformers.cache import PackedCache
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.enable import enabled
 from rotaryquant.integrations.transformers.tokens import chat_prompt, encode_text
-from rotaryquant.measuring import Outcome, model_name, provenance
+from rotaryquant.measuring import Outcome, model_name, provenance, read_text
 
 _COLORS = ("amber", "azure", "coral", "crimson", "emerald", "golden", "indigo", "ivory", "jade", "lilac")
 _ANIMALS = ("badger", "condor", "falcon", "gecko", "heron", "ibis", "jackal", "kestrel", "lynx", "marten")
@@ -53,7 +54,9 @@ class Needle:
 
 @dataclass(frozen=True)
 class Haystack:
-    """A context and its questions. ids: int64 [tokens]; questions: int64 [tokens] each, asked on their own."""
+    """A context and its questions. ids: int64 [tokens]; questions: int64 [tokens] each, asked on their own; on the
+    model's device.
+    """
 
     ids: Tensor
     needles: list[Needle]
@@ -116,10 +119,10 @@ def build_haystack(loaded: Loaded, lines: list[str], context: int, needles: int,
             raise NeedleError(f"{sentence!r} is not in the tokenized context; a miss would mean nothing")
     tail = chat_prompt(tokenizer, config, [{"role": "user", "content": "?"}]).text
     questions = [
-        torch.tensor(encode_text(tokenizer, tail.replace("?", f"What is the secret code of the {fact.name}?", 1)))
+        ids_tensor(loaded, encode_text(tokenizer, tail.replace("?", f"What is the secret code of the {fact.name}?", 1)))
         for fact in facts
     ]
-    return Haystack(torch.tensor(ids), facts, questions)
+    return Haystack(ids_tensor(loaded, ids), facts, questions)
 
 
 def ask(loaded: Loaded, haystack: Haystack, kv: KVCacheConfig | None) -> Answers:
@@ -159,7 +162,7 @@ def _answer(loaded: Loaded, cache: Cache, question: Tensor) -> str:
         ids.append(token)
         if "\n" in str(tokenizer.decode(ids)).lstrip():
             break
-        logits = loaded.model(torch.tensor([[token]]), cache=cache, logits_to_keep=1).logits
+        logits = loaded.model(ids_tensor(loaded, [token])[None], cache=cache, logits_to_keep=1).logits
     return str(tokenizer.decode(ids)).strip().split("\n")[0]
 
 
@@ -172,14 +175,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--questions", type=int, default=100, metavar="N", help="at least (default 100)")
     parser.add_argument("--needles", type=int, default=8, metavar="N", help="facts in one context (default 8)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of names, numbers and filler")
-    parser.add_argument("--dtype", default="auto", metavar="TYPE", help="auto (as stored), bfloat16 or float32")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of torch")
+    add_loading_arguments(parser, "auto")
 
 
 def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     """Ask as the options say, through the control and each configuration; progress is told what is under way."""
-    from rotaryquant.evals.inputs import load_model, read_text
-
     specs: dict[str, KVCacheConfig | None] = {"fp16": None}
     specs |= {spec_name(spec): parse_kv(spec) for spec in args.kv or ["iso3"]}
     if not 1 <= args.needles <= 64 or args.questions < 1 or args.context < 256:
@@ -188,7 +188,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
             f"at least 256"
         )
     lines = [line.strip() for line in read_text(Path(args.text)).splitlines() if len(line.strip()) > 40]
-    loaded = load_model(args.model, args.dtype, args.threads)
+    loaded = load_model(args.model, args.dtype, args.threads, args.device)
     rng = random.Random(args.seed)  # noqa: S311 - a reproducible draw, not a secret
     contexts = -(-args.questions // args.needles)
     total = {name: Answers([], [], []) for name in specs}
@@ -214,7 +214,7 @@ def _outcome(args: argparse.Namespace, total: dict[str, Answers], length: int) -
         results.append({"kv": name, "found": found, "questions": asked, "packed_reads_per_answer": reads})
         rows.append([name, f"{found}/{asked}", f"{reads:,.0f}"])
     data: dict[str, Any] = {
-        **provenance(),
+        **provenance(args.device),
         "model": model_name(args.model),
         "text": Path(args.text).name,
         "context": args.context,

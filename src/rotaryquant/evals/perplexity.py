@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
         raise ConfigError(f"tokens={args.tokens}: need at least 1")
     specs = {"fp16": None, **parse_specs(args.kv or ["iso3"])}
     text = read_text(Path(args.text))
-    loaded = load_model(args.model, args.dtype, args.threads)
+    loaded = load_model(args.model, args.dtype, args.threads, args.device)
     windows = {context: windows_of(loaded, text, context, args.tokens) for context in contexts}
     results: list[dict[str, Any]] = []
     for context, (parts, _) in windows.items():
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
             )  # fmt: skip
     start = windows[contexts[0]][1]
     data = {
-        **provenance(),
+        **provenance(args.device),
         "model": model_name(args.model),
         "text": Path(args.text).name,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),

@@ -37,19 +37,27 @@ def part_of(name: str, module: nn.Module) -> str | None:
     return "attention" if "Attention" in type(module).__name__ else None
 
 
-class _Watch:
-    """Time of nested modules, each without what its watched children take."""
+def _now(device: torch.device) -> float:
+    """Seconds, once all that an accelerator was given to do is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
-    def __init__(self) -> None:
+
+class _Watch:
+    """Time of nested modules, each without what its watched children take. device: where they run."""
+
+    def __init__(self, device: torch.device) -> None:
         self.spent: dict[str, float] = {}
+        self._device = device
         self._open: list[list[float]] = []  # start, and what children took
 
     def enter(self) -> None:
-        self._open.append([time.perf_counter(), 0.0])
+        self._open.append([_now(self._device), 0.0])
 
     def leave(self, part: str) -> None:
         start, inside = self._open.pop()
-        taken = time.perf_counter() - start
+        taken = _now(self._device) - start
         self.spent[part] = self.spent.get(part, 0.0) + taken - inside
         if self._open:
             self._open[-1][1] += taken
@@ -57,8 +65,8 @@ class _Watch:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[_Watch]:
-    """Time the model's parts for the length of a `with` block."""
-    watch, handles = _Watch(), []
+    """Time the model's parts for the length of a `with` block. An accelerator is waited for at each of their ends."""
+    watch, handles = _Watch(next(model.parameters()).device), []
     for name, module in model.named_modules():
         part = part_of(name, module)
         if part is None or (part == "weights" and ".experts." in f".{name}."):
@@ -93,7 +101,7 @@ def measure(
                 with enabled(loaded.model, kv) if kv is not None else nullcontext():
                     watch.spent.clear()
                     start = time.perf_counter()
-                    tokens[name] = int(sessions[name].step(tokens[name]).argmax())
+                    tokens[name] = int(sessions[name].step(tokens[name]).argmax())  # which waits for the device
                     step, spent = time.perf_counter() - start, dict(watch.spent)
                 found[name].append((step, {**spent, "rest": step - sum(spent.values())}))
     result = {}
@@ -133,7 +141,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
         raise ConfigError(f"--kv {args.kv} packs nothing: the 16-bit cache is measured beside it anyway")
     if args.context < 1 or args.steps < 1:
         raise ConfigError(f"context={args.context}, steps={args.steps}: need at least 1 of each")
-    loaded = load_model(args.model, args.dtype, args.threads)
+    loaded = load_model(args.model, args.dtype, args.threads, args.device)
     room = getattr(text_config(loaded.model), "max_position_embeddings", None)
     if room is not None and args.context + args.steps + 1 > room:
         raise ConfigError(
@@ -145,7 +153,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     progress(f"{args.context:,} tokens, then {args.steps} steps with each cache in turns")
     found = measure(loaded, ids, {"fp16": None, name: kv}, args.steps)
     data = {
-        **provenance(),
+        **provenance(args.device),
         "model": model_name(args.model),
         "context": args.context,
         "steps": args.steps,

@@ -51,11 +51,14 @@ class Facts:
     value_moment: Tensor
 
 
+_CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a codec works: `index` counts the model's packed layers, of which there are `count`.
 
-    facts: for peers that are calibrated, None for others.
+    facts: for peers that are calibrated, None for others. device: of the rows, which a codec's own tables follow.
     """
 
     index: int
@@ -63,6 +66,7 @@ class Place:
     num_kv_heads: int
     width: int
     facts: Facts | None = None
+    device: torch.device = _CPU
 
 
 @dataclass(frozen=True)
@@ -110,9 +114,11 @@ class Simulation:
         if self.peer.calibrated and self.facts is None:
             raise ConfigError(f"{self.peer.name} is calibrated on a text: use `eval fidelity --calibration FILE`")
         packable = [layer for layer in state.geometry if layer.packable]
-        facts = self.facts or {}
+        facts, device = self.facts or {}, state.model.device
         places = {
-            layer.index: Place(number, len(packable), layer.num_kv_heads, layer.head_dim, facts.get(layer.index))
+            layer.index: Place(
+                number, len(packable), layer.num_kv_heads, layer.head_dim, facts.get(layer.index), device
+            )
             for number, layer in enumerate(packable)
         }
 

@@ -46,6 +46,11 @@ def resident_mb() -> float | None:
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
+def device_mb(device: torch.device) -> float | None:
+    """What torch's tensors take on an accelerator in 10⁶ bytes; None for the CPU, whose are in `resident_mb`."""
+    return None if device.type == "cpu" else torch.accelerator.memory_allocated(device) / 1e6
+
+
 def slope_per_hour(seconds: list[float], megabytes: list[float]) -> float:
     """MB per hour of the straight line through samples after the warm-up; 0 for fewer than three of them."""
     if not seconds:
@@ -99,6 +104,7 @@ def measure(
     probe = windows_of(loaded, text, _PROBE_TOKENS, 1)[0][0]
     ids = encode_text(loaded.tokenizer, text)
     sampled: list[tuple[float, float]] = []
+    on_device: list[tuple[float, float]] = []
     failures: list[str] = []
     kinds: dict[str, int] = {}
     probes: list[float] = []
@@ -118,6 +124,8 @@ def measure(
             now, size = time.monotonic(), resident_mb()
             if size is not None:
                 sampled.append((now - begin, size))
+            if (held := device_mb(loaded.model.device)) is not None:
+                on_device.append((now - begin, held))
             if now - said > 30:
                 said = now
                 progress(f"{now - begin:,.0f} of {seconds:,.0f} s, {rounds} rounds, {len(failures)} failures")
@@ -134,6 +142,8 @@ def measure(
         "rss_mb_end": sizes[-1] if sizes else None,
         "rss_mb_most": max(sizes, default=None),
         "rss_slope_mb_per_hour": slope_per_hour(times, sizes) if sizes else None,
+        "device_mb_end": on_device[-1][1] if on_device else None,
+        "device_slope_mb_per_hour": slope_per_hour(*map(list, zip(*on_device, strict=True))) if on_device else None,
     }
 
 
@@ -167,7 +177,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
             f"and a positive number of MB"
         )
     kv, text = parse_kv(args.kv), read_text(Path(args.text))
-    loaded = load_model(args.model, args.dtype, args.threads)
+    loaded = load_model(args.model, args.dtype, args.threads, args.device)
     if len(encode_text(loaded.tokenizer, text)) < args.longest:
         raise ConfigError(f"--text {args.text}: shorter than the {args.longest} tokens of --longest")
     room = getattr(text_config(loaded.model), "max_position_embeddings", None)
@@ -175,7 +185,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
         raise ConfigError(f"longest={args.longest}: the model has {room} positions")
     seen = measure(loaded, kv, text, args.seconds, args.longest, progress)
     data = {
-        **provenance(),
+        **provenance(args.device),
         "model": model_name(args.model),
         "text": Path(args.text).name,
         "kv": spec_name(args.kv),
@@ -190,9 +200,10 @@ def judge(seen: dict[str, Any], slope: float) -> list[str]:
     reasons = [f"{len(seen['failures'])} rounds failed, the first: {seen['failures'][0]}"] if seen["failures"] else []
     if seen["drift"] > 0:
         reasons.append(f"the probe's likelihood moved by {seen['drift']:.1e} of itself")
-    grown = seen["rss_slope_mb_per_hour"]
-    if grown is not None and grown > slope and seen["seconds"] >= _JUDGED_FROM:
-        reasons.append(f"memory grew by {grown:.1f} MB an hour, more than {slope:g}")
+    for what, of in (("memory", "rss"), ("the device's memory", "device")):
+        grown = seen[f"{of}_slope_mb_per_hour"]
+        if grown is not None and grown > slope and seen["seconds"] >= _JUDGED_FROM:
+            reasons.append(f"{what} grew by {grown:.1f} MB an hour, more than {slope:g}")
     return reasons
 
 
@@ -210,6 +221,9 @@ def _outcome(data: dict[str, Any]) -> Outcome:
         ["resident MB at the end", megabytes(data["rss_mb_end"])],
         ["MB an hour", megabytes(data["rss_slope_mb_per_hour"])],
     ]
+    if data["device_mb_end"] is not None:
+        rows.append(["MB on the device at the end", megabytes(data["device_mb_end"])])
+        rows.append(["MB on the device an hour", megabytes(data["device_slope_mb_per_hour"])])
     verdict = "; ".join(data["reasons"]) or "passes"
     return Outcome(
         data, ["", "seen"], rows, [f"{data['model']}, kv={data['kv']}: {verdict}"], passed=not data["reasons"]

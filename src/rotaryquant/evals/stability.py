@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
     for number in range(args.reloads):
         progress(f"load {number + 1} of {args.reloads}")
-        loaded = inputs.load_model(args.model, args.dtype, args.threads)
+        loaded = inputs.load_model(args.model, args.dtype, args.threads, args.device)
         windows, _ = windows_of(loaded, text, args.context, args.tokens)
         scored = sum(len(ids) - 1 - len(ids) // 2 for ids in windows)
         for name, kv in specs.items():
@@ -94,7 +94,7 @@ def _outcome(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -
             row |= {field: values, f"{field}_mean": statistics.mean(values), f"{field}_variation": variation(values)}
         results.append(row)
     data = {
-        **provenance(),
+        **provenance(args.device),
         "model": model_name(args.model),
         "text": Path(args.text).name,
         "reloads": args.reloads,

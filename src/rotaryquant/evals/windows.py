@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rotaryquant.errors import ConfigError
+from rotaryquant.evals.inputs import ids_tensor
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.tokens import bos_policy, encode_text
 
@@ -14,7 +15,8 @@ PLAUSIBLE_PERPLEXITY = (1.05, 500.0)
 
 
 def windows_of(loaded: Loaded, text: str, context: int, tokens: int) -> tuple[list[Tensor], dict[str, Any]]:
-    """Windows int64 [context] of consecutive text with enough scored positions, and how they begin.
+    """Windows of consecutive text with enough scored positions, int64 [context] on the model's device, and how they
+    begin.
 
     Each window starts with BOS if the model expects one. The second half of a window is scored, except its first
     prediction, which the packed prefix does not influence. Raises ConfigError where the text is too short.
@@ -23,13 +25,13 @@ def windows_of(loaded: Loaded, text: str, context: int, tokens: int) -> tuple[li
     scored = context - 1 - context // 2
     count = -(-tokens // scored)
     step = context - (bos is not None)
-    ids = torch.tensor(encode_text(loaded.tokenizer, text))
+    ids = ids_tensor(loaded, encode_text(loaded.tokenizer, text))
     if len(ids) < count * step:
         raise ConfigError(
             f"tokens={tokens} at context={context} needs {count} windows of {step} tokens, the text has {len(ids)} "
             f"tokens; ask for at most {len(ids) // step * scored} or use a longer text"
         )
-    start = [] if bos is None else [torch.tensor([bos])]
+    start = [] if bos is None else [ids_tensor(loaded, [bos])]
     windows = [torch.cat([*start, ids[i * step : (i + 1) * step]]) for i in range(count)]
     return windows, {"bos": bos, "bos_source": source, "first_ids": windows[0][:4].tolist()}
 

@@ -32,9 +32,7 @@ class _Kvarn:
         # a step and a zero per row, a scale per row, a scale per column of a tile
         beside = 48 / place.width + 16 / _TILE
         self.key_bits, self.value_bits = bits[0] + beside, bits[1] + beside
-        self._by = [
-            rotation("hadamard", place.width, place.index, place.num_kv_heads, stream) for stream in ("key", "value")
-        ]
+        self._by = [rotation("hadamard", place, stream) for stream in ("key", "value")]
 
     def _rebuild(self, rows: Tensor, which: int, bits: int) -> Tensor:
         tiles = []

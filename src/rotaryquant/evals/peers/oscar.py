@@ -27,8 +27,8 @@ def rotation_of(moment: Tensor) -> Tensor:
     """Orthogonal [heads, width, width] whose columns a row is multiplied with. moment: [heads, width, width]."""
     width = moment.shape[-1]
     basis: Tensor = torch.linalg.eigh(moment.double())[1].flip(-1).float()  # strongest direction first
-    spread = torch.tensor(hadamard(width), dtype=torch.float32)
-    return basis[..., bit_reversed(width)] @ spread
+    spread = torch.tensor(hadamard(width), dtype=torch.float32, device=basis.device)
+    return basis[..., bit_reversed(width).to(basis.device)] @ spread
 
 
 class _Oscar:

@@ -12,7 +12,7 @@ class _Quarot:
     def __init__(self, bits: int, place: Place) -> None:
         self._bits = bits
         self.key_bits = self.value_bits = bits + 32 / place.width
-        self._by = rotation("hadamard", place.width, place.index, place.num_kv_heads, "key", signs=False)
+        self._by = rotation("hadamard", place, "key", signs=False)
 
     def keys(self, rows: Tensor) -> Tensor:
         return turned(ranged(turned(rows, self._by), self._bits, rows.shape[-1], clip=_CLIP), self._by, back=True)

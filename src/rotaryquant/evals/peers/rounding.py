@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rotaryquant.evals.simulated import LayerCodec, Place
+from rotaryquant.formats.codebook import lloyd_max
 from rotaryquant.formats.kv import StreamFormat
 from rotaryquant.ops.rotate import Rotation, build_rotation, rotate
 
@@ -58,9 +59,15 @@ def unit_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows / torch.where(norm > 0, norm, 1.0) * root, norm / root
 
 
-def rotation(kind: str, width: int, layer: int, heads: int, stream: str, *, signs: bool = True) -> Rotation:
+def rotation(kind: str, place: Place, stream: str, *, signs: bool = True) -> Rotation:
     """One of ours (formats.rotation.KINDS), for peers that rotate: Hadamard or a dense random matrix."""
-    return build_rotation(StreamFormat(stream, width, 3, "norm", kind, signs=signs), layer, heads)
+    asked = StreamFormat(stream, place.width, 3, "norm", kind, signs=signs)
+    return build_rotation(asked, place.index, place.num_kv_heads, device=place.device)
+
+
+def level_table(place: Place, bits: int) -> Tensor:
+    """Lloyd-Max levels for coordinates of rotated rows at root mean square 1, ascending: fp32 [2^bits]."""
+    return torch.tensor(lloyd_max(place.width, bits), dtype=torch.float32, device=place.device)
 
 
 def turned(rows: Tensor, by: Rotation, *, back: bool = False) -> Tensor:

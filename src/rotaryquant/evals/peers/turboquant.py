@@ -9,9 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from rotaryquant.evals.peers.rounding import at_most_four, half, nearest, rotation, turned, unit_rows
+from rotaryquant.evals.peers.rounding import at_most_four, half, level_table, nearest, rotation, turned, unit_rows
 from rotaryquant.evals.simulated import Peer, Place
-from rotaryquant.formats.codebook import lloyd_max
 
 
 class _Residual:
@@ -20,17 +19,15 @@ class _Residual:
     def __init__(self, bits: int, place: Place) -> None:
         width, heads = place.width, place.num_kv_heads
         self.key_bits, self.value_bits = bits + 32 / width, bits + 16 / width
-        self._key_levels = torch.tensor(lloyd_max(width, bits - 1))
-        self._value_levels = torch.tensor(lloyd_max(width, bits))
-        self._keys = rotation("dense", width, place.index, heads, "key")
-        self._values = rotation("dense", width, place.index, heads, "value")
-        generator = torch.Generator().manual_seed(place.index)
-        self._projection = torch.randn(heads, width, width, generator=generator)
+        self._key_levels, self._value_levels = level_table(place, bits - 1), level_table(place, bits)
+        self._keys, self._values = rotation("dense", place, "key"), rotation("dense", place, "value")
+        generator = torch.Generator().manual_seed(place.index)  # of the CPU: the same numbers on every device
+        self._projection = torch.randn(heads, width, width, generator=generator).to(place.device)
 
     def keys(self, rows: Tensor) -> Tensor:
         width = rows.shape[-1]
         units, scale = unit_rows(turned(rows, self._keys))
-        rounded = nearest(units, self._key_levels.float()) * scale
+        rounded = nearest(units, self._key_levels) * scale
         rest = turned(rows, self._keys) - rounded
         signs = torch.where(rest @ self._projection.transpose(-1, -2) >= 0, 1.0, -1.0)
         size = half(rest.norm(dim=-1, keepdim=True))
@@ -39,7 +36,7 @@ class _Residual:
 
     def values(self, rows: Tensor) -> Tensor:
         units, scale = unit_rows(turned(rows, self._values))
-        return turned(nearest(units, self._value_levels.float()) * scale, self._values, back=True)
+        return turned(nearest(units, self._value_levels) * scale, self._values, back=True)
 
 
 def _make(place: Place) -> _Residual:

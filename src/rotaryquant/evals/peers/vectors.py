@@ -15,7 +15,7 @@ _SAMPLES, _ROUNDS = 200_000, 60
 
 @cache
 def pair_codebook(bits: int) -> Tensor:
-    """4^bits points for pairs of standard normal numbers, by k-means on a fixed sample: fp32 [4^bits, 2]."""
+    """4^bits points for pairs of standard normal numbers, by k-means on a fixed sample: fp32 [4^bits, 2] on the CPU."""
     generator = torch.Generator().manual_seed(0)
     sample = torch.randn(_SAMPLES, 2, generator=generator)
     points = sample[: 4**bits].clone()
@@ -33,11 +33,9 @@ def _nearest(pairs: Tensor, points: Tensor) -> Tensor:
 
 class _Pairs:
     def __init__(self, bits: int, place: Place) -> None:
-        self._points = pair_codebook(bits)
+        self._points = pair_codebook(bits).to(place.device)
         self.key_bits = self.value_bits = bits + 16 / place.width
-        self._by = [
-            rotation("hadamard", place.width, place.index, place.num_kv_heads, stream) for stream in ("key", "value")
-        ]
+        self._by = [rotation("hadamard", place, stream) for stream in ("key", "value")]
 
     def _rebuild(self, rows: Tensor, which: int) -> Tensor:
         y = turned(rows, self._by[which])

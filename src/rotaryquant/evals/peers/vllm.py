@@ -2,12 +2,10 @@
 first and last two layers left alone.
 """
 
-import torch
 from torch import Tensor
 
-from rotaryquant.evals.peers.rounding import at_most_four, nearest, ranged, rotation, turned, unit_rows
+from rotaryquant.evals.peers.rounding import at_most_four, level_table, nearest, ranged, rotation, turned, unit_rows
 from rotaryquant.evals.simulated import LayerCodec, Peer, Place
-from rotaryquant.formats.codebook import lloyd_max
 
 _BITS, _SKIPPED = 3, 2
 
@@ -25,8 +23,8 @@ class _Vllm:
     def __init__(self, bits: int, place: Place) -> None:
         self._bits = bits
         self.key_bits, self.value_bits = bits + 16 / place.width, bits + 32 / place.width
-        self._levels = torch.tensor(lloyd_max(place.width, bits)).float()
-        self._by = rotation("hadamard", place.width, place.index, place.num_kv_heads, "key", signs=False)
+        self._levels = level_table(place, bits)
+        self._by = rotation("hadamard", place, "key", signs=False)
 
     def keys(self, rows: Tensor) -> Tensor:
         units, scale = unit_rows(turned(rows, self._by))

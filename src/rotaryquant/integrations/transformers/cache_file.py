@@ -18,6 +18,8 @@ from rotaryquant.integrations.transformers.fingerprint import model_fingerprint
 from rotaryquant.kv.state import export_layer, restore_layer
 
 _FORMAT = "rotaryquant-kv"
+#: Bookkeeping, which stays there whatever the model's device.
+_ON_THE_CPU = ".dense.positions"
 
 
 def save_cache(path: str | Path, model: PreTrainedModel, cache: PackedCache, token_ids: Tensor) -> None:
@@ -46,7 +48,8 @@ def save_cache(path: str | Path, model: PreTrainedModel, cache: PackedCache, tok
 
 
 def load_cache(path: str | Path, model: PreTrainedModel, cache: PackedCache) -> Tensor:
-    """Fill the empty `cache` from a file written by `save_cache`; returns its token ids int64 [batch, columns].
+    """Fill the empty `cache` from a file written by `save_cache`, on the model's device; returns its token ids int64
+    [batch, columns] on the CPU.
 
     Raises CacheFileError, naming both values, for a damaged file or one of another version, model, dtype,
     rotation, width or bits.
@@ -79,7 +82,11 @@ def _fill(
     _check(path, "dtype", header["dtype"], str(model.dtype))
     _check(path, "number of layers", len(header["layers"]), len(cache.layers))
     for index, (layer, data) in enumerate(zip(cache.layers, header["layers"], strict=True)):
-        named = {key.split(".", 1)[1]: t for key, t in tensors.items() if key.startswith(f"{index}.")}
+        named = {
+            key.split(".", 1)[1]: t if key.endswith(_ON_THE_CPU) else t.to(model.device)
+            for key, t in tensors.items()
+            if key.startswith(f"{index}.")
+        }
         _restore(path, index, layer, data, named)
     token_ids: Tensor = tensors["token_ids"]
     return token_ids
