@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from rotaryquant.config import KVCacheConfig
 from rotaryquant.errors import ConfigError
-from rotaryquant.evals.simulated import Facts, Simulation
+from rotaryquant.evals.simulated import Facts, Simulation, Variant
 from rotaryquant.evals.windows import windows_of
 from rotaryquant.integrations.transformers.cache import PackedCache
 from rotaryquant.integrations.transformers.checkpoints import Loaded
@@ -161,11 +161,11 @@ def before_rope(facts: Facts, gradients: tuple[Tensor, Tensor], rope: KeyRope, s
 
 def calibrated(
     loaded: Loaded,
-    specs: Mapping[str, KVCacheConfig | Simulation | None],
+    specs: Mapping[str, KVCacheConfig | Variant | None],
     calibration: str | None,
     scored: str,
     progress: Callable[[str], None],
-) -> Mapping[str, KVCacheConfig | Simulation | None]:
+) -> Mapping[str, KVCacheConfig | Variant | None]:
     """The same with what calibrated peers are told. scored: the text that is evaluated, which must not be that one.
 
     Raises ConfigError where a peer wants a text and there is none to tell it from.

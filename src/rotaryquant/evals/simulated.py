@@ -5,7 +5,7 @@ what it would store, and there is no speed.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -165,9 +165,27 @@ class Simulation:
         return f"kv={self.config.name}: {count} layers as {self.peer.source}: {self.peer.says}; {exact}; simulated"
 
 
-def new_cache(state: EnabledModel, kv: KVCacheConfig | Simulation) -> PackedCache:
-    """An empty cache for a model that is enabled with `kv`, or with a peer's configuration."""
-    return kv.new_cache(state) if isinstance(kv, Simulation) else state.new_cache()
+@runtime_checkable
+class Variant(Protocol):
+    """A cache that is measured in place of ours, as a simulated peer.
+
+    config: what the model is enabled with, and the name.
+    """
+
+    @property
+    def config(self) -> KVCacheConfig:
+        """See above."""
+
+    def new_cache(self, state: EnabledModel) -> PackedCache:
+        """An empty cache for a model that is enabled with `config`."""
+
+    def summary(self, count: int) -> str:
+        """One line on what is in force in `count` layers."""
+
+
+def new_cache(state: EnabledModel, kv: KVCacheConfig | Variant) -> PackedCache:
+    """An empty cache for a model that is enabled with `kv`, or with a variant's configuration."""
+    return kv.new_cache(state) if isinstance(kv, Variant) else state.new_cache()
 
 
 @dataclass(frozen=True)
