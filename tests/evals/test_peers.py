@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from rotaryquant import enabled, parse_kv
 from rotaryquant.allocation import allocate
 from rotaryquant.errors import ConfigError, NonFiniteError
+from rotaryquant.evals import facts as facts_of_text
 from rotaryquant.evals import fidelity
-from rotaryquant.evals.facts import collect
-from rotaryquant.evals.peers import kvarn, oscar, parse_spec, peers, trellis, vllm
+from rotaryquant.evals.facts import CONTEXT, before_rope, calibrated, collect, gradients_at
+from rotaryquant.evals.peers import kvarn, kvquant, oscar, parse_spec, peers, spinquant, trellis, vllm
 from rotaryquant.evals.peers.rounding import nearest, ranged, unit_rows
 from rotaryquant.evals.simulated import Facts, Peer, Place, Simulation
 from rotaryquant.evals.teacher_forcing import packed_chunks, stock_chunks
@@ -26,6 +29,8 @@ from rotaryquant.formats.codebook import lloyd_max
 from rotaryquant.formats.feedback import Metric
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.fingerprint import checkpoint_fingerprint
+from rotaryquant.integrations.transformers.geometry import read_geometry
+from rotaryquant.integrations.transformers.undo_rope import key_ropes
 from support.models import random_tokens, tiny
 from support.tiny_llm import byte_tokenizer
 
@@ -45,6 +50,9 @@ BITS = {
     "oscar2": (2.5, 2.5),
     "vq3": (3.25, 3.25),
     "tcq3": (3.25, 3.25),
+    # 128 keys of a token with 1% outliers expected and a pointer to them; one outlier at either end of its values
+    "kvquant3": (3 + 0.01 * 32 + 32 / 128, 3 + 2 * 32 / 128 + 32 / 128),
+    "spinquant3": (3.5, 3.5),
 }
 
 
@@ -305,6 +313,200 @@ def test_facts_are_what_a_cache_and_its_queries_see(model: Any) -> None:
         assert torch.allclose(found.value_moment, wanted, rtol=1e-3, atol=1e-5)
         assert torch.allclose(found.query_moment, found.query_moment.transpose(-1, -2), rtol=1e-4)
         assert bool((torch.linalg.eigvalsh(found.query_moment) > -1e-4).all())
+
+
+# ---- keys before RoPE, gradients, learned rotations ---------------------------------------------------------------
+
+
+TEXT = "The quick brown fox jumps over the lazy dog, again and again. "
+
+
+def test_a_codec_of_keys_before_rope_gets_and_gives_those(model: Any, ids: Tensor, monkeypatch: Any) -> None:
+    """What the model turned by RoPE is what the codec sees, at every position; turned again, nothing is lost."""
+    seen: dict[int, list[Tensor]] = {}
+
+    class Listening(_Exact):
+        def __init__(self, layer: int) -> None:
+            self.layer = layer
+
+        def keys(self, rows: Tensor) -> Tensor:
+            seen.setdefault(self.layer, []).append(rows.clone())
+            return rows
+
+    ropes = key_ropes(model, read_geometry(model.config))
+    peer = Peer("test", "nowhere", "a test", lambda place: Listening(place.index), calibrated=True, before_rope=True)
+    wanted = Simulation(peer, simulation(_Exact, sinks=4, tail=48).config, facts={}, ropes=ropes)
+    assert scores(model, ids, wanted)["kld_mean"] < 1e-7
+
+    module, plain = sys.modules[type(model).__module__], []
+    turn = module.apply_rotary_pos_emb
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, *rest: (plain.append(k[0]), turn(q, k, *rest))[1])
+    with torch.inference_mode():
+        model(ids[None])
+    for layer, parts in seen.items():
+        rows = torch.cat(parts, 1)
+        assert rows.shape[1] > 600
+        assert torch.allclose(rows, plain[layer][:, : rows.shape[1]], atol=1e-4)
+    assert not torch.allclose(seen[2][0], wanted.ropes[2].redo(seen[2][0], torch.arange(seen[2][0].shape[1])), atol=0.1)
+
+
+def test_gradients_are_those_of_the_loss(model: Any) -> None:
+    """Against the change of the loss that comes with a change of one key, or of one value."""
+    loaded = Loaded("tiny", Path(), model, byte_tokenizer())
+    found = gradients_at(loaded, TEXT * 60, CONTEXT)
+    window = windows_of(loaded, TEXT * 60, CONTEXT, 511)[0][0]
+    assert set(found) == set(range(6))
+    for layer, which in ((1, 0), (4, 1)):
+        gradient = found[layer][which]
+        assert gradient.shape == (2, CONTEXT, 64)
+        head, token, column = (int(i) for i in torch.unravel_index(gradient.abs().argmax(), gradient.shape))
+        losses = []
+        for step in (3e-3, -3e-3):
+            cache = DynamicCache(config=model.config)
+            cache.layers[layer] = _nudged(which, head, token, column, step)
+            with torch.inference_mode():
+                logits = model(window[None, :-1], cache=cache).logits[0].double()
+            losses.append(float(torch.nn.functional.cross_entropy(logits, window[1:])))
+        assert float(gradient[head, token, column]) == pytest.approx((losses[0] - losses[1]) / 6e-3, rel=0.03)
+
+
+def _nudged(which: int, head: int, token: int, column: int, step: float) -> DynamicLayer:
+    """A layer one of whose keys (0) or values (1) comes back larger by `step`."""
+
+    class Nudged(DynamicLayer):
+        def update(self, *rows: Tensor, **kwargs: Any) -> Any:
+            held = super().update(*rows, **kwargs)
+            held[which][0, head, token, column] += step
+            return held
+
+    return Nudged()
+
+
+def test_facts_before_rope_lack_the_tokens_that_stay_exact(model: Any) -> None:
+    loaded = Loaded("tiny", Path(), model, byte_tokenizer())
+    ropes = key_ropes(model, read_geometry(model.config))
+    facts = collect(loaded, TEXT * 60, 2 * CONTEXT)[3]
+    slopes = gradients_at(loaded, TEXT * 60, CONTEXT)[3]
+    early = before_rope(facts, slopes, ropes[3], 2)
+    assert early.keys.shape == early.values.shape == (2, 2 * (CONTEXT - 2), 64)
+    assert early.value_weights is not None
+    assert early.value_weights.shape == (2, 2 * (CONTEXT - 2))
+    positions = torch.arange(2, CONTEXT)
+    again = ropes[3].redo(early.keys[:, CONTEXT - 2 :], positions)
+    assert torch.allclose(again, facts.keys[:, CONTEXT + 2 :], atol=1e-4)
+    assert torch.equal(early.values[:, : CONTEXT - 2], facts.values[:, 2:CONTEXT])
+    assert early.key_sensitivity is not None
+    assert early.value_sensitivity is not None
+    # a rotation leaves the gradient's length
+    assert torch.allclose(early.key_sensitivity.sum(-1), slopes[0][:, 2:].square().sum(-1), rtol=1e-3)
+    assert torch.equal(early.value_sensitivity, slopes[1][:, 2:].square())
+
+
+@pytest.mark.parametrize("name", ["kvquant3", "spinquant3"])
+def test_a_calibrated_peer_goes_from_a_text_through_the_cache(
+    model: Any, ids: Tensor, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts_of_text, "CALIBRATION_TOKENS", 2 * CONTEXT)
+    monkeypatch.setattr(facts_of_text, "SENSITIVE_TOKENS", CONTEXT)
+    (tmp_path / "text.txt").write_text(TEXT * 60)
+    loaded, said = Loaded("tiny", Path(), model, byte_tokenizer()), []
+    spec = parse_spec(f"{name},sinks=4,tail=48")
+    told = calibrated(loaded, {"it": spec, "fp16": None}, str(tmp_path / "text.txt"), "another", said.append)
+    assert told["fp16"] is None
+    assert said[0] == "calibration on 2,048 tokens of text.txt"
+    row, lost = scores(model, ids, told["it"]), scores(model, ids, simulation(_Nothing, sinks=4, tail=48))
+    assert 1e-6 < row["kld_mean"] < 0.2 * lost["kld_mean"]
+    with pytest.raises(ConfigError, match=r"is calibrated on a text: use `eval fidelity --calibration FILE`"):
+        scores(model, ids, spec)
+
+
+def test_outliers_stay_and_are_counted_as_they_come() -> None:
+    codec = peers()["kvquant3"].make(place())
+    assert isinstance(codec, kvquant._Kvquant)
+    rows = normal_rows()
+    rows[1, 40, 7] = 500.0
+    rows[0, 41, 9] = -500.0
+    for code in (codec.keys, codec.values):
+        rebuilt = code(rows)
+        assert float(rebuilt[1, 40, 7]) == 500.0
+        assert float(rebuilt[0, 41, 9]) == -500.0
+        assert relative(rebuilt[:, :40], rows[:, :40]) < 0.06
+    flat = rows.transpose(0, 1).flatten(1)
+    middle, reach = codec._channels.middle, codec._channels.reach
+    count = int(((flat - middle).abs() > reach).sum())
+    assert codec.key_bits == pytest.approx(3 + 32 * count / flat.numel() + 32 / 128)
+    assert count > 2
+    same = codec.values(rows) == rows.half().float()
+    assert bool((same.transpose(0, 1).flatten(1).sum(1) >= 2).all())  # one at either end of every token
+
+
+def test_levels_fit_what_counts() -> None:
+    """Every level is the weighted mean of what is nearest to it; weights of none are not seen."""
+    generator = torch.Generator().manual_seed(5)
+    values, weights = torch.randn(4000, generator=generator), torch.rand(4000, generator=generator)
+    weights[values > 1.5] = 0.0
+    levels = kvquant.fitted_levels(values, weights, 3)
+    assert float(levels[-1]) < 1.5
+    which = torch.bucketize(values, (levels[1:] + levels[:-1]) / 2)
+    for number, level in enumerate(levels):
+        own = which == number
+        assert float((values * weights)[own].sum() / weights[own].sum()) == pytest.approx(float(level), abs=2e-3)
+    exact = kvquant.fitted_levels(torch.tensor([-3.0, -3.0, 0.5, 2.0, 2.0, 7.0]), torch.ones(6), 2)
+    assert exact.tolist() == [-3.0, 0.5, 2.0, 7.0]
+
+
+def test_fitted_levels_err_as_lloyd_max_of_what_is_no_outlier() -> None:
+    """Normal keys without 1% of them: the least error of eight levels for a normal distribution cut at 2.576."""
+    grid = torch.linspace(-2.5758, 2.5758, 200_001, dtype=torch.float64)
+    density = torch.exp(-grid.square() / 2)
+    levels = torch.linspace(-2, 2, 8, dtype=torch.float64)
+    for _ in range(500):
+        which = torch.bucketize(grid, (levels[1:] + levels[:-1]) / 2)
+        mass = torch.zeros(8, dtype=torch.float64).index_add_(0, which, density)
+        levels = torch.zeros(8, dtype=torch.float64).index_add_(0, which, density * grid) / mass
+    which = torch.bucketize(grid, (levels[1:] + levels[:-1]) / 2)
+    expected = 0.99 * float(((grid - levels[which]).square() * density).sum() / density.sum())
+    assert expected == pytest.approx(0.02625, rel=1e-3)  # .0345 with the tails
+    rows = normal_rows(8192, 64)
+    facts = Facts(rows[:, :4096], rows[:, :4096], torch.eye(64).expand(2, -1, -1), torch.eye(64).expand(2, -1, -1))
+    codec = peers()["kvquant3"].make(Place(0, 1, 2, 64, facts))
+    assert relative(codec.keys(rows[:, 4096:]), rows[:, 4096:]) == pytest.approx(expected, rel=0.03)
+
+
+def test_a_step_on_the_manifold_stays_there_and_goes_down() -> None:
+    generator = torch.Generator().manual_seed(2)
+    start = torch.linalg.qr(torch.randn(16, 16, generator=generator, dtype=torch.float64))[0]
+    target = torch.randn(16, 16, generator=generator, dtype=torch.float64)
+    moved = spinquant.cayley_step(start, target, 1e-3)  # of the loss <target, rotation>
+    assert torch.allclose(moved @ moved.T, torch.eye(16, dtype=torch.float64), atol=1e-12)
+    skew = target @ start.T - start @ target.T
+    wanted = -1e-3 * float((skew @ start * target).sum() / skew.norm())
+    assert float(((moved - start) * target).sum()) == pytest.approx(wanted, rel=1e-2)
+    assert wanted < 0
+
+
+def test_rotations_learn_what_queries_and_attention_ask_for() -> None:
+    """From a first rotation that turns what is large onto one coordinate; what does not count is not looked at."""
+    start = spinquant.random_hadamard(64, torch.Generator().manual_seed(7))
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.randn(2, 2048, 64, generator=generator)
+    rows = rows + 20 * torch.randn(2, 2048, 1, generator=generator) * start[:, 0]
+    moment = torch.stack([torch.diag(torch.logspace(0, -2, 64)), torch.zeros(64, 64)])
+
+    def felt(turn: Tensor) -> float:
+        error = ranged(rows @ turn, 3, 64) @ turn.T - rows
+        return float(((error @ moment) * error).sum())
+
+    learned = spinquant.learned_rotation(rows, moment, None, 3, 7)
+    assert torch.allclose(learned @ learned.T, torch.eye(64), atol=1e-4)
+    assert felt(learned) < 0.7 * felt(start)
+    other = torch.cat([rows[:1], torch.randn(1, 2048, 64, generator=generator)])
+    assert torch.equal(learned, spinquant.learned_rotation(other, moment, None, 3, 7))
+    weights = (torch.arange(2048) % 2).float().expand(2, -1)
+    changed = torch.where(weights[..., None] > 0, rows, 100 * rows)
+    seen = [spinquant.learned_rotation(part, None, weights, 3, 7) for part in (rows, changed)]
+    assert torch.equal(*seen)
+    assert not torch.equal(seen[0], start)
 
 
 # ---- names -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from rotaryquant.evals.statistics import ratio_interval
+from rotaryquant.evals.statistics import mean_interval, ratio_interval
 
 
 def test_equal_scores_give_one_without_width() -> None:
@@ -36,3 +36,10 @@ def test_pairing_removes_what_windows_have_in_common() -> None:
     hard = rng.normal(300, 80, 20)
     _, low, high = ratio_interval(hard + 1.0, hard, counts)
     assert high - low < 1e-9
+
+
+def test_a_ratio_of_means_is_paired_by_window() -> None:
+    second = np.array([3.0, 500.0, 40.0, 7.0])
+    assert mean_interval(0.8 * second, second) == pytest.approx((0.8, 0.8, 0.8))
+    ratio, low, high = mean_interval(np.array([1.0, 3.0]), np.array([2.0, 2.0]))
+    assert (ratio, low, high) == (1.0, 0.5, 1.5)

@@ -1,13 +1,29 @@
-"""What each part of the packed cache is worth: the same text with one part taken out or replaced at a time."""
+"""What each part of the packed cache is worth: the same text with one part taken out or replaced at a time.
+
+With a calibration text two more things are told: the error that the codes of each change are expected to make, and what
+SO(4) blocks are worth that are learned instead of random.
+"""
 
 import argparse
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rotaryquant.config import KVCacheConfig, parse_kv, spec_name
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals import fidelity
-from rotaryquant.measuring import Outcome
+from rotaryquant.evals.facts import CALIBRATION_TOKENS, collect
+from rotaryquant.evals.inputs import load_model
+from rotaryquant.evals.learned_rotation import LearnedRotations, code_errors, learn, require_learnable
+from rotaryquant.evals.simulated import Variant
+from rotaryquant.evals.statistics import mean_interval
+from rotaryquant.integrations.transformers.checkpoints import Loaded
+from rotaryquant.integrations.transformers.geometry import read_geometry, text_config
+from rotaryquant.integrations.transformers.rope import slow_coordinates
+from rotaryquant.measuring import Outcome, read_text
 
 #: Part → what takes its place. Options of the base that equal a change are left out.
 CHANGES: dict[str, tuple[str, ...]] = {
@@ -21,6 +37,12 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "tail": ("tail=off",),
     "seed": ("seed=1", "seed=2"),
 }
+
+#: The row of learned blocks.
+LEARNED = "so4-learned"
+
+#: Seeds over which the errors with and without random blocks are compared; signs of a seed are the same in both.
+_SEEDS = range(8)
 
 
 def specs_of(base: str, parts: list[str] | None = None) -> dict[str, KVCacheConfig]:
@@ -49,6 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fidelity.add_text_arguments(parser, tokens=4_000)
     parser.add_argument("--kv", metavar="SPEC", default="iso3", help="what is taken apart (default iso3)")
     parser.add_argument("--parts", metavar="LIST", help=f"comma-separated, of {', '.join(CHANGES)} (default: all)")
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help=f"text, not the one that is scored: adds expected errors of codes and the row {LEARNED}",
+    )
 
 
 def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
@@ -57,33 +84,109 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     Raises RotaryQuantError with one clear line for a wrong input.
     """
     parts = [part.strip() for part in args.parts.split(",")] if args.parts else None
-    specs, base = specs_of(args.kv, parts), spec_name(args.kv)
-    measured = fidelity.measure_text(args, specs, progress)
-    rows = [measured.result(spec) | {"against_base": measured.against(spec, base)} for spec in specs]
-    return _outcome({**measured.about, "base": base, "results": rows})
+    configs, base = specs_of(args.kv, parts), spec_name(args.kv)
+    specs: dict[str, KVCacheConfig | Variant | None] = dict(configs)
+    errors: Mapping[str, dict[str, float]] = {}
+    random: dict[str, Any] = {}
+    loaded = None
+    if args.calibration is not None:
+        require_learnable(configs[base])
+        fidelity.check_sizes(args)
+        text = read_text(Path(args.calibration))
+        if text == read_text(Path(args.text)):
+            raise ConfigError(f"--calibration {args.calibration}: is the text that is scored; use another")
+        loaded = load_model(args.model, args.dtype, args.threads, args.device)
+        specs[f"{base},{LEARNED}"], errors, random = _calibrated(loaded, text, configs, base, progress)
+    measured = fidelity.measure_text(args, specs, progress, loaded=loaded)
+    rows = []
+    for spec in specs:
+        row = measured.result(spec) | {"against_base": measured.against(spec, base)}
+        row["kld_of_base"], row["kld_of_base_low"], row["kld_of_base_high"] = measured.divergence_of(spec, base)
+        rows.append(row | errors.get(spec, {}))
+    data = {**measured.about, "base": base, "results": rows}
+    if args.calibration is not None:
+        data |= {"calibration": Path(args.calibration).name, "calibration_tokens": CALIBRATION_TOKENS, **random}
+    return _outcome(data)
+
+
+def _calibrated(
+    loaded: Loaded, text: str, configs: Mapping[str, KVCacheConfig], base: str, progress: Callable[[str], None]
+) -> tuple[LearnedRotations, dict[str, dict[str, float]], dict[str, Any]]:
+    """Learned blocks for the base; the expected errors of its codes, of each change and of those blocks; and what
+    random blocks do to them over several seeds.
+    """
+    progress(f"calibration on {CALIBRATION_TOKENS:,} tokens")
+    facts, kept = collect(loaded, text, CALIBRATION_TOKENS), configs[base]
+    slow = slow_coordinates(loaded.model, read_geometry(text_config(loaded.model)), kept.mean_period)
+    progress("learning SO(4) blocks")
+    learned = learn(kept, f"{base},{LEARNED}", facts, slow)
+    progress("errors of codes")
+    errors = {spec: code_errors(config, facts, slow) for spec, config in configs.items()}
+    errors[learned.config.name] = code_errors(learned.config, facts, slow, learned.rotations)
+    by_kind = [
+        [code_errors(dataclasses.replace(kept, rotation=kind, seed=seed), facts, slow) for seed in _SEEDS]
+        for kind in ("isoquant", "hadamard")
+    ]
+    random = {}
+    for key in ("key_error", "value_error"):
+        first, second = (np.array([one[key] for one in ones]) for ones in by_kind)
+        random[f"random_blocks_{key}"] = dict(zip(("ratio", "low", "high"), mean_interval(first, second), strict=True))
+    return learned, errors, random
 
 
 def _outcome(data: dict[str, Any]) -> Outcome:
-    headers = ["change", "ppl against base", "95% interval", "kld_mean", "of base", "kld_p999", "top1", "bits"]
-    base = data["results"][0]
+    headers = ["change", "ppl against base", "95% interval", "kld_mean", "of base", "95% interval", "kld_p999", "top1"]
+    base, with_errors = data["results"][0], "key_error" in data["results"][0]
+    headers += ["bits", *(["key error", "value error"] if with_errors else [])]
     rows = []
     for row in data["results"]:
         against = row["against_base"]
-        rows.append(
-            [
-                row["kv"].removeprefix(f"{data['base']},"),
-                f"{against['ratio']:.4f}",
-                f"{against['low']:.4f}..{against['high']:.4f}",
-                f"{row['kld_mean']:.4f}",
-                f"{row['kld_mean'] / base['kld_mean']:.2f}" if base["kld_mean"] else "",
-                f"{row['kld_p999']:.3f}",
-                f"{row['top1']:.4f}",
-                f"{row['bits_per_value']:.3f}",
-            ]
-        )
+        cells = [
+            row["kv"].removeprefix(f"{data['base']},"),
+            f"{against['ratio']:.4f}",
+            f"{against['low']:.4f}..{against['high']:.4f}",
+            f"{row['kld_mean']:.4f}",
+            f"{row['kld_of_base']:.2f}",
+            f"{row['kld_of_base_low']:.2f}..{row['kld_of_base_high']:.2f}",
+            f"{row['kld_p999']:.3f}",
+            f"{row['top1']:.4f}",
+            f"{row['bits_per_value']:.3f}",
+        ]
+        if with_errors:
+            cells += [f"{row[key] / base[key]:.3f}" for key in ("key_error", "value_error")]
+        rows.append(cells)
     lines = [
         f"{data['model']}: {base['tokens']:,} scored positions in {data['windows']} windows of {data['context']} "
         f"tokens of {data['text']}, ppl_ref {data['ppl_ref']:.3f}",
         f"base: {base['in_force']}, ppl_ratio {base['ppl_ratio']:.4f}",
     ]
+    if with_errors:
+        lines.append(
+            f"errors of codes over the base's ({base['key_error']:.4f} of logits, {base['value_error']:.4f} of values) "
+            f"on windows of {data['calibration']} that nothing was learned from"
+        )
+        each = [
+            f"{share['ratio']:.4f} (95% {share['low']:.4f}..{share['high']:.4f})"
+            for share in (data["random_blocks_key_error"], data["random_blocks_value_error"])
+        ]
+        lines.append(
+            f"random SO(4) blocks after Hadamard and signs, over {len(_SEEDS)} seeds: error of logits {each[0]}, of "
+            f"values {each[1]} of that without"
+        )
+    named = {row["kv"]: row for row in data["results"]}
+    for spec, what in (
+        (f"{data['base']},rotation=hadamard", "without random SO(4) blocks after Hadamard and signs"),
+        (f"{data['base']},{LEARNED}", "with learned SO(4) blocks in place of random ones"),
+    ):
+        if spec in named:
+            lines.append(f"{what}: {_verdict(named[spec])}")
     return Outcome(data, headers, rows, lines)
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    """Whether a change makes a difference to the divergence, paired by window."""
+    low, high = row["kld_of_base_low"], row["kld_of_base_high"]
+    share = f"kld {row['kld_of_base']:.3f} (95% {low:.3f}..{high:.3f}) of the base's"
+    if low <= 1.0 <= high:
+        return f"{share}, no difference within the interval"
+    return f"{share}, {'better' if high < 1.0 else 'worse'}"

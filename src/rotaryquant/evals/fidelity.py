@@ -21,8 +21,8 @@ from rotaryquant.errors import ConfigError
 from rotaryquant.evals.facts import calibrated
 from rotaryquant.evals.inputs import add_model_arguments, load_model
 from rotaryquant.evals.peers import parse_specs
-from rotaryquant.evals.simulated import Simulation, new_cache
-from rotaryquant.evals.statistics import ratio_interval
+from rotaryquant.evals.simulated import Variant, new_cache
+from rotaryquant.evals.statistics import mean_interval, ratio_interval
 from rotaryquant.evals.teacher_forcing import Chunk, packed_chunks, reference_logits, stock_chunks
 from rotaryquant.evals.windows import check_plausible, windows_of
 from rotaryquant.integrations.transformers.checkpoints import Loaded
@@ -73,7 +73,7 @@ class Scores:
 
 def measure(
     loaded: Loaded,
-    specs: Mapping[str, KVCacheConfig | Simulation | None],
+    specs: Mapping[str, KVCacheConfig | Variant | None],
     windows: list[Tensor],
     reference: Loaded | None = None,
     progress: Callable[[str], None] | None = None,
@@ -98,16 +98,14 @@ def measure(
                 scores[name].add(stock_chunks(model, ids, first), exact, ids, first)
                 scores[name].bits = dict.fromkeys(("bits_per_value", "bits_worst", "bits_all_layers"), 16.0)
                 continue
-            with enabled(model, kv.config if isinstance(kv, Simulation) else kv) as state:
+            with enabled(model, kv.config if isinstance(kv, Variant) else kv) as state:
                 assert state is not None
                 cache = new_cache(state, kv)
                 scores[name].add(packed_chunks(model, cache, ids, first), exact, ids, first)
                 layers = layer_bits(cache)
                 stock = sum(2 * g.num_kv_heads * g.head_dim for g in state.geometry if not g.packable)
                 scores[name].bits = count_bits(layers, len(ids), stock)
-                scores[name].summary = (
-                    kv.summary(len(layers)) if isinstance(kv, Simulation) else state.report().summary()
-                )
+                scores[name].summary = kv.summary(len(layers)) if isinstance(kv, Variant) else state.report().summary()
     return exact_nll, scores
 
 
@@ -188,24 +186,31 @@ class Measured:
         ratio = ratio_interval(ours, theirs, np.array(self.counts, dtype=float))
         return {"kv": other, **dict(zip(("ratio", "low", "high"), ratio, strict=True))}
 
+    def divergence_of(self, name: str, other: str) -> tuple[float, float, float]:
+        """KL divergence of one configuration over another's, paired by window, with its 95% interval."""
+        ours, theirs = (
+            np.array([float(part.double().sum()) for part in self.scores[one].divergence]) for one in (name, other)
+        )
+        return mean_interval(ours, theirs)
+
 
 def measure_text(
     args: argparse.Namespace,
-    specs: Mapping[str, KVCacheConfig | Simulation | None],
+    specs: Mapping[str, KVCacheConfig | Variant | None],
     progress: Callable[[str], None],
     reference: str | None = None,
     calibration: str | None = None,
+    loaded: Loaded | None = None,
 ) -> Measured:
     """Load what `add_text_arguments` names and measure. reference: another checkpoint to compare with. calibration: a
-    text for peers that want one.
+    text for peers that want one. loaded: the model, where the caller has it.
 
     Raises RotaryQuantError with one clear line for a wrong input.
     """
-    if args.context < 512 or args.tokens < 1:
-        raise ConfigError(f"context={args.context}, tokens={args.tokens}: need at least 512 and 1")
+    check_sizes(args)
     text = read_text(Path(args.text))
     _check_held_out(specs, text)
-    loaded = load_model(args.model, args.dtype, args.threads, args.device)
+    loaded = loaded or load_model(args.model, args.dtype, args.threads, args.device)
     windows, start = windows_of(loaded, text, args.context, args.tokens)
     other = load_model(reference, args.dtype, args.threads, args.device) if reference else None
     if other is not None and encode_text(other.tokenizer, text[:2000]) != encode_text(loaded.tokenizer, text[:2000]):
@@ -232,10 +237,16 @@ def measure_text(
     return Measured(exact_nll, counts, scores, about)
 
 
-def _check_held_out(specs: Mapping[str, KVCacheConfig | Simulation | None], text: str) -> None:
+def check_sizes(args: argparse.Namespace) -> None:
+    """Raise ConfigError for windows that are too short, or none."""
+    if args.context < 512 or args.tokens < 1:
+        raise ConfigError(f"context={args.context}, tokens={args.tokens}: need at least 512 and 1")
+
+
+def _check_held_out(specs: Mapping[str, KVCacheConfig | Variant | None], text: str) -> None:
     """Raise ConfigError where bits by layer were chosen on the very text that is scored."""
     for name, kv in specs.items():
-        config = kv.config if isinstance(kv, Simulation) else kv
+        config = kv.config if isinstance(kv, Variant) else kv
         if config is not None and config.allocation is not None and config.allocation.text == text_fingerprint(text):
             raise ConfigError(f"kv={name}: calibrated on the text that is scored; use another")
 

@@ -4,8 +4,8 @@ what it would store, and there is no speed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from rotaryquant.errors import ConfigError, NonFiniteError
 from rotaryquant.integrations.transformers.cache import PackedCache
 from rotaryquant.integrations.transformers.enable import EnabledModel
 from rotaryquant.integrations.transformers.geometry import text_config
+from rotaryquant.integrations.transformers.undo_rope import KeyRope
 from rotaryquant.kv.accounting import LayerBits
 from rotaryquant.kv.modes import editable_tensors
 from rotaryquant.kv.packed import PackedLayer
@@ -23,14 +24,22 @@ from rotaryquant.kv.packed import PackedLayer
 class LayerCodec(Protocol):
     """How one layer stores its rows.
 
-    key_bits, value_bits: stored bits per value, everything per row or group counted.
+    key_bits, value_bits: stored bits per value, everything per row or group counted; where rows differ in what they
+    take, of the rows so far.
     """
 
-    key_bits: float
-    value_bits: float
+    @property
+    def key_bits(self) -> float:
+        """Of keys."""
+
+    @property
+    def value_bits(self) -> float:
+        """Of values."""
 
     def keys(self, rows: Tensor) -> Tensor:
-        """Consecutive keys after RoPE, fp32 [num_kv_heads, rows, width], as they come back."""
+        """Consecutive keys, fp32 [num_kv_heads, rows, width], as they come back; after RoPE, or before it where the
+        peer keeps them so.
+        """
 
     def values(self, rows: Tensor) -> Tensor:
         """The same for values."""
@@ -40,15 +49,22 @@ class LayerCodec(Protocol):
 class Facts:
     """What a calibration text shows of one layer.
 
-    keys, values: its rows after RoPE, fp32 [num_kv_heads, tokens, width], windows one after another. query_moment:
-    mean of q·qᵀ over the query heads of a KV head, fp32 [num_kv_heads, width, width]. value_moment: mean of v·vᵀ, each
-    v weighted by the squared attention that it got, of the same shape.
+    keys, values: its rows as codecs see them, fp32 [num_kv_heads, tokens, width], windows one after another.
+    query_moment: mean of q·qᵀ over the query heads of a KV head, fp32 [num_kv_heads, width, width]. value_moment: mean
+    of v·vᵀ, each v weighted by the squared attention that it got, of the same shape. value_weights: that squared
+    attention, fp32 [num_kv_heads, tokens]. key_sensitivity, value_sensitivity: squared gradients of the loss at the
+    first rows, fp32 [num_kv_heads, up to tokens, width].
+
+    What is None was not asked for: all rows, or all values of the first rows, then count alike.
     """
 
     keys: Tensor
     values: Tensor
     query_moment: Tensor
     value_moment: Tensor
+    value_weights: Tensor | None = None
+    key_sensitivity: Tensor | None = None
+    value_sensitivity: Tensor | None = None
 
 
 _CPU = torch.device("cpu")
@@ -74,7 +90,8 @@ class Peer:
     """A published way to store a KV cache.
 
     source: where it is described. says: in one line, what is done. sinks, tail: first and newest tokens it keeps exact
-    as published. exact_bits: of values in those. make: its codec for a layer. at: the same with other bits.
+    as published. exact_bits: of values in those. make: its codec for a layer. at: the same with other bits. calibrated:
+    wants facts. before_rope: keeps keys as they were before RoPE, and wants facts with sensitivities.
     """
 
     name: str
@@ -85,6 +102,7 @@ class Peer:
     tail: int = 0
     exact_bits: int = 16
     calibrated: bool = False
+    before_rope: bool = False
     at: Callable[[Place, int], LayerCodec] | None = None
 
 
@@ -94,24 +112,33 @@ class _Granted:
     def __init__(self, peer: Peer, place: Place, key_bits: int, value_bits: int) -> None:
         if peer.at is None:
             raise ConfigError(f"kv={peer.name} has one width of codes; calibration cannot give its layers others")
-        of_keys, of_values = peer.at(place, key_bits), peer.at(place, value_bits)
-        self.key_bits, self.value_bits = of_keys.key_bits, of_values.value_bits
-        self.keys, self.values = of_keys.keys, of_values.values
+        self._of_keys, self._of_values = peer.at(place, key_bits), peer.at(place, value_bits)
+        self.keys, self.values = self._of_keys.keys, self._of_values.values
+
+    @property
+    def key_bits(self) -> float:
+        return self._of_keys.key_bits
+
+    @property
+    def value_bits(self) -> float:
+        return self._of_values.value_bits
 
 
 @dataclass(frozen=True)
 class Simulation:
     """A peer as it is measured. config: sinks and tail in force, and the name. facts: by model layer, where the peer
-    is calibrated.
+    is calibrated. ropes: by model layer, where it keeps keys before RoPE.
     """
 
     peer: Peer
     config: KVCacheConfig
     facts: dict[int, Facts] | None = None
+    ropes: dict[int, KeyRope] = field(default_factory=dict)
+    _codecs: dict[int, LayerCodec] = field(default_factory=dict, init=False, compare=False)  # by model layer
 
     def new_cache(self, state: EnabledModel) -> PackedCache:
         """An empty cache for a model that is enabled with `config`."""
-        if self.peer.calibrated and self.facts is None:
+        if (self.peer.calibrated and self.facts is None) or (self.peer.before_rope and not self.ropes):
             raise ConfigError(f"{self.peer.name} is calibrated on a text: use `eval fidelity --calibration FILE`")
         packable = [layer for layer in state.geometry if layer.packable]
         facts, device = self.facts or {}, state.model.device
@@ -123,7 +150,10 @@ class Simulation:
         }
 
         def make_layer(config: KVCacheConfig, layer: int, max_tokens: int | None, slow: Tensor | None) -> PackedLayer:
-            return SimulatedLayer(config, layer, self.peer, places[layer], self._codec(config, places[layer]))
+            if layer not in self._codecs:  # made once: what is fitted takes a while
+                self._codecs[layer] = self._codec(config, places[layer])
+            codec, rope = self._codecs[layer], self.ropes[layer] if self.peer.before_rope else None
+            return SimulatedLayer(config, layer, self.peer, places[layer], codec, rope)
 
         return PackedCache(text_config(state.model), self.config, make_layer=make_layer)
 
@@ -141,9 +171,27 @@ class Simulation:
         return f"kv={self.config.name}: {count} layers as {self.peer.source}: {self.peer.says}; {exact}; simulated"
 
 
-def new_cache(state: EnabledModel, kv: KVCacheConfig | Simulation) -> PackedCache:
-    """An empty cache for a model that is enabled with `kv`, or with a peer's configuration."""
-    return kv.new_cache(state) if isinstance(kv, Simulation) else state.new_cache()
+@runtime_checkable
+class Variant(Protocol):
+    """A cache that is measured in place of ours, as a simulated peer.
+
+    config: what the model is enabled with, and the name.
+    """
+
+    @property
+    def config(self) -> KVCacheConfig:
+        """See above."""
+
+    def new_cache(self, state: EnabledModel) -> PackedCache:
+        """An empty cache for a model that is enabled with `config`."""
+
+    def summary(self, count: int) -> str:
+        """One line on what is in force in `count` layers."""
+
+
+def new_cache(state: EnabledModel, kv: KVCacheConfig | Variant) -> PackedCache:
+    """An empty cache for a model that is enabled with `kv`, or with a variant's configuration."""
+    return kv.new_cache(state) if isinstance(kv, Variant) else state.new_cache()
 
 
 @dataclass(frozen=True)
@@ -155,11 +203,16 @@ class _Rows:
 
 
 class SimulatedLayer(PackedLayer):
-    """A layer whose due rows are replaced by what a peer's codec makes of them; sinks stay as they are."""
+    """A layer whose due rows are replaced by what a peer's codec makes of them; sinks stay as they are.
 
-    def __init__(self, config: KVCacheConfig, layer: int, peer: Peer, place: Place, codec: LayerCodec) -> None:
+    rope: what the codec's keys lack, None where it takes them as a cache does.
+    """
+
+    def __init__(
+        self, config: KVCacheConfig, layer: int, peer: Peer, place: Place, codec: LayerCodec, rope: KeyRope | None
+    ) -> None:
         super().__init__(config, layer)
-        self._peer, self._place_in_model, self._codec = peer, place, codec
+        self._peer, self._place_in_model, self._codec, self._rope = peer, place, codec, rope
 
     def all_staged(self) -> bool:
         """Always: rebuilt rows lie among the exact ones."""
@@ -172,15 +225,25 @@ class SimulatedLayer(PackedLayer):
             row = self.rows[index]
             first = row.pad - self.dense.start
             kept = min(max(self.config.sinks - begin, 0), end - begin)
-            for what, staged, code in (("keys", keys, self._codec.keys), ("values", values, self._codec.values)):
+            for what, staged, code in (("keys", keys, self._keys), ("values", values, self._values)):
                 part = staged[index, :, first + begin : first + end]
                 if end == begin:
                     continue
-                rebuilt = code(part.float())
+                rebuilt = code(part.float(), begin)
                 if not bool(torch.isfinite(rebuilt).all()):
                     raise NonFiniteError(f"layer {self.layer}: {self._peer.name} rebuilds {what} as NaN or infinity")
                 part[:, kept:] = rebuilt[:, kept:].to(part.dtype)
             row.packed_len = end
+
+    def _keys(self, rows: Tensor, begin: int) -> Tensor:
+        """Keys of positions from `begin` on, as they come back."""
+        if self._rope is None:
+            return self._codec.keys(rows)
+        positions = torch.arange(begin, begin + rows.shape[1], device=rows.device)
+        return self._rope.redo(self._codec.keys(self._rope.undo(rows, positions)), positions)
+
+    def _values(self, rows: Tensor, begin: int) -> Tensor:
+        return self._codec.values(rows)
 
     def stored(self) -> LayerBits | None:
         """What the peer would store for one sequence."""

@@ -24,3 +24,14 @@ def ratio_interval(
     ratios = np.exp(difference[picks].sum(1) / counts[picks].sum(1))
     low, high = np.quantile(ratios, (0.025, 0.975))
     return ratio, float(low), float(high)
+
+
+def mean_interval(first: NDArray[np.float64], second: NDArray[np.float64]) -> tuple[float, float, float]:
+    """sum(first) / sum(second) and its 95% interval, from a paired bootstrap over windows.
+
+    first, second: what two caches cost in each window, as summed divergences. Returns (ratio, low, high).
+    """
+    rng = np.random.default_rng(_SEED)
+    picks = rng.integers(0, len(first), (RESAMPLES, len(first)))
+    low, high = np.quantile(first[picks].sum(1) / second[picks].sum(1), (0.025, 0.975))
+    return float(first.sum() / second.sum()), float(low), float(high)

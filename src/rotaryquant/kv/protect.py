@@ -41,7 +41,7 @@ def dominating_mean(keys: Tensor, tau: float, slow: Tensor | None = None) -> tup
     """
     mean = keys.mean(1)
     if slow is not None:
-        mean = mean * slow
+        mean = mean * slow.to(mean.device)
     dominates = mean.square().sum(-1) >= tau * keys.square().sum(-1).mean(1)
     return torch.where(dominates[:, None], mean, torch.zeros_like(mean)), int(dominates.sum())
 

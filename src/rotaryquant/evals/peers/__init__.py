@@ -15,9 +15,21 @@ _GRANTED = ("sinks", "tail", "calibration", "budget")
 @cache
 def peers() -> dict[str, Peer]:
     """All of them by name."""
-    from rotaryquant.evals.peers import groups, kivi, kvarn, oscar, quarot, trellis, turboquant, vectors, vllm
+    from rotaryquant.evals.peers import (
+        groups,
+        kivi,
+        kvarn,
+        kvquant,
+        oscar,
+        quarot,
+        spinquant,
+        trellis,
+        turboquant,
+        vectors,
+        vllm,
+    )
 
-    modules = (groups, kivi, quarot, turboquant, vllm, kvarn, oscar, vectors, trellis)
+    modules = (groups, kivi, quarot, turboquant, vllm, kvarn, oscar, vectors, trellis, kvquant, spinquant)
     return {peer.name: peer for module in modules for peer in module.PEERS}
 
 
