@@ -25,6 +25,7 @@ from rotaryquant.evals.simulated import Variant, new_cache
 from rotaryquant.evals.statistics import mean_interval, ratio_interval
 from rotaryquant.evals.teacher_forcing import Chunk, packed_chunks, reference_logits, stock_chunks
 from rotaryquant.evals.windows import check_plausible, windows_of
+from rotaryquant.formats.kv import BLOCK
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.enable import enabled
 from rotaryquant.integrations.transformers.report import layer_bits
@@ -77,18 +78,19 @@ def measure(
     windows: list[Tensor],
     reference: Loaded | None = None,
     progress: Callable[[str], None] | None = None,
+    prefix: int | None = None,
 ) -> tuple[list[float], dict[str, Scores]]:
     """Reference negative log-likelihood of each window, and the scores of each configuration.
 
-    windows: int64 [context] each; positions from context // 2 on are scored. reference: another checkpoint to
-    compare with, or None for the same one. Holds the reference's log-probabilities of one window in memory
-    (context / 2 × vocabulary × 4 bytes).
+    windows: int64 [context] each; positions from `prefix` on are scored, None for context // 2. reference: another
+    checkpoint to compare with, or None for the same one. Holds the reference's log-probabilities of one window in
+    memory (scored positions × vocabulary × 4 bytes).
     """
     scores = {name: Scores() for name in specs}
     exact_nll = []
     model = loaded.model
     for number, ids in enumerate(windows):
-        first = len(ids) // 2
+        first = len(ids) // 2 if prefix is None else prefix
         exact = reference_logits((reference or loaded).model, ids, first).log_softmax(-1)
         exact_nll.append(-float(exact.gather(1, ids[first + 1 :, None]).double().sum()))
         for name, kv in specs.items():
@@ -161,6 +163,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--reference", metavar="MODEL", help="compare with another checkpoint (same tokenizer)")
     parser.add_argument("--against", metavar="SPEC", help="one of --kv: also give each other's ratio to it, paired")
+    parser.add_argument(
+        "--prefix", type=int, metavar="N", help="tokens before the scored ones (default: half a window)"
+    )
     parser.add_argument("--plot", metavar="FILE.png", help="draw the divergence over the position in the window")
 
 
@@ -201,24 +206,29 @@ def measure_text(
     reference: str | None = None,
     calibration: str | None = None,
     loaded: Loaded | None = None,
+    prefix: int | None = None,
 ) -> Measured:
     """Load what `add_text_arguments` names and measure. reference: another checkpoint to compare with. calibration: a
-    text for peers that want one. loaded: the model, where the caller has it.
+    text for peers that want one. loaded: the model, where the caller has it. prefix: tokens of each window that are
+    read before the first scored position, None for half.
 
     Raises RotaryQuantError with one clear line for a wrong input.
     """
     check_sizes(args)
+    if prefix is not None and not BLOCK <= prefix < args.context - 1:
+        raise ConfigError(f"prefix={prefix}: need at least {BLOCK} and fewer than context={args.context} less 1")
     text = read_text(Path(args.text))
     _check_held_out(specs, text)
     loaded = loaded or load_model(args.model, args.dtype, args.threads, args.device)
-    windows, start = windows_of(loaded, text, args.context, args.tokens)
+    windows, start = windows_of(loaded, text, args.context, args.tokens, prefix)
     other = load_model(reference, args.dtype, args.threads, args.device) if reference else None
     if other is not None and encode_text(other.tokenizer, text[:2000]) != encode_text(loaded.tokenizer, text[:2000]):
         raise ConfigError(f"--reference {reference}: its tokenizer splits the text differently; use a sibling model")
     specs = calibrated(loaded, specs, calibration, text, progress)
     called = dispatch.calls.copy()
-    exact_nll, scores = measure(loaded, specs, windows, other, progress=progress)
-    counts = [len(ids) - 1 - len(ids) // 2 for ids in windows]
+    exact_nll, scores = measure(loaded, specs, windows, other, progress, prefix)
+    first = args.context // 2 if prefix is None else prefix
+    counts = [len(ids) - 1 - first for ids in windows]
     ppl_ref = math.exp(sum(exact_nll) / sum(counts))
     if not args.any_baseline:
         check_plausible(ppl_ref, start)
@@ -228,6 +238,7 @@ def measure_text(
         "reference": model_name(reference) if reference else "the same model, 16-bit cache",
         "text": Path(args.text).name,
         "context": args.context,
+        "prefix": first,
         "windows": len(windows),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "attention": sorted(name for op, name in dispatch.calls - called if op == "packed_attention"),
@@ -260,7 +271,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     against = args.against if args.against is None else next(iter(parse_specs([args.against])))
     if against is not None and against not in specs:
         raise ConfigError(f"--against {args.against!r} must be one of --kv: {', '.join(specs)}")
-    measured = measure_text(args, specs, progress, args.reference, args.calibration)
+    measured = measure_text(args, specs, progress, args.reference, args.calibration, prefix=args.prefix)
     results = []
     for name in specs:
         row = measured.result(name)
@@ -273,9 +284,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     if args.plot:
         from rotaryquant.evals.plots import plot_divergence
 
-        plot_divergence(
-            Path(args.plot), {name: one.divergence for name, one in measured.scores.items()}, args.context, data
-        )
+        plot_divergence(Path(args.plot), {name: one.divergence for name, one in measured.scores.items()}, data)
     return _outcome(data)
 
 

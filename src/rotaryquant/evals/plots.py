@@ -9,11 +9,12 @@ from torch import Tensor
 from rotaryquant.errors import ConfigError
 
 
-def plot_divergence(path: Path, divergence: dict[str, list[Tensor]], context: int, data: dict[str, Any]) -> None:
+def plot_divergence(path: Path, divergence: dict[str, list[Tensor]], data: dict[str, Any]) -> None:
     """Mean KL divergence over the position in the window, one line for each configuration.
 
-    divergence: for each configuration the chunks' values in order, windows one after another. context: tokens in a
-    window, of which positions context // 2 on are scored. Raises ConfigError where matplotlib is not installed.
+    divergence: for each configuration the chunks' values in order, windows one after another. data: the report's, whose
+    `context` is the tokens in a window, of which positions from `prefix` on are scored. Raises ConfigError where
+    matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -21,7 +22,7 @@ def plot_divergence(path: Path, divergence: dict[str, list[Tensor]], context: in
         raise ConfigError(
             f"--plot {path}: matplotlib is not installed ({error}); pip install 'rotaryquant[eval]'"
         ) from error
-    first, scored = context // 2, context - 1 - context // 2
+    first, scored = data["prefix"], data["context"] - 1 - data["prefix"]
     figure = Figure(figsize=(7.5, 4.0), dpi=150, layout="constrained")
     axes = figure.subplots()
     grain = 16

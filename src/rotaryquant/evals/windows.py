@@ -14,15 +14,17 @@ from rotaryquant.integrations.transformers.tokens import bos_policy, encode_text
 PLAUSIBLE_PERPLEXITY = (1.05, 500.0)
 
 
-def windows_of(loaded: Loaded, text: str, context: int, tokens: int) -> tuple[list[Tensor], dict[str, Any]]:
+def windows_of(
+    loaded: Loaded, text: str, context: int, tokens: int, prefix: int | None = None
+) -> tuple[list[Tensor], dict[str, Any]]:
     """Windows of consecutive text with enough scored positions, int64 [context] on the model's device, and how they
     begin.
 
-    Each window starts with BOS if the model expects one. The second half of a window is scored, except its first
-    prediction, which the packed prefix does not influence. Raises ConfigError where the text is too short.
+    Each window starts with BOS if the model expects one. What follows its first `prefix` tokens, half of them by
+    default, is scored. Raises ConfigError where the text is too short.
     """
     bos, source = bos_policy(loaded.tokenizer, loaded.model.config)
-    scored = context - 1 - context // 2
+    scored = context - 1 - (context // 2 if prefix is None else prefix)
     count = -(-tokens // scored)
     step = context - (bos is not None)
     ids = ids_tensor(loaded, encode_text(loaded.tokenizer, text))
