@@ -18,11 +18,11 @@ from rotaryquant.evals.teacher_forcing import (
     expected_reads,
     packed_chunks,
     reference_logits,
-    still_chunks,
     stock_chunks,
 )
 from rotaryquant.evals.windows import check_plausible, windows_of
 from rotaryquant.integrations.transformers.checkpoints import Loaded
+from rotaryquant.integrations.transformers.chunks import still_chunks
 from rotaryquant.kv.tail import packed_end
 from rotaryquant.ops.quantize import reference as quantize_reference
 from support.kernels import force_kernel

@@ -1,6 +1,11 @@
-"""`rotaryquant eval NAME …`: hands over to the measurement's own module."""
+"""`rotaryquant eval NAME …`: hands over to the measurement's own module, or to lm-evaluation-harness."""
+
+from collections.abc import Sequence
 
 from rotaryquant.cli.measurements import Kind
+from rotaryquant.errors import ConfigError
+
+_HARNESS = "lm-eval"
 
 EVAL = Kind(
     "eval",
@@ -15,7 +20,23 @@ EVAL = Kind(
         "stability": "perplexity and speed over full reloads of a model",
         "soak": "hours of conversations: memory, failures, drift",
         "gate": "whether a model with this cache may go out: twelve answers judged against the 16-bit ones",
+        _HARNESS: "tasks of lm-evaluation-harness: options of `lm-eval run`, the model is set",
     },
     text_columns=1,
 )
-run = EVAL.run
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the command; returns the exit status. Raises ConfigError."""
+    return _harness(words[1:]) if words and words[0] == _HARNESS else EVAL.run(words)
+
+
+def _harness(words: Sequence[str]) -> int:
+    """The harness's own command, which prints as it does."""
+    try:
+        from rotaryquant.integrations import lm_eval
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "lm_eval":
+            raise
+        raise ConfigError("lm_eval is not installed; run `pip install 'rotaryquant[lm-eval]'`") from error
+    return lm_eval.main(words)

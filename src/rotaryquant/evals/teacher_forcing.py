@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from rotaryquant.config import KVCacheConfig
 from rotaryquant.counters import Counters
 from rotaryquant.errors import RotaryQuantError
 from rotaryquant.formats.kv import BLOCK
 from rotaryquant.integrations.transformers.cache import PackedCache, PackedCacheLayer
+from rotaryquant.integrations.transformers.chunks import still_chunks
 from rotaryquant.kv.tail import packed_end
 
 
@@ -31,20 +31,6 @@ class Chunk:
     end: int
     logits: Tensor
     reads: Counters
-
-
-def still_chunks(begin: int, end: int, kv: KVCacheConfig | None, step: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """Ranges that cover [begin, end), at most `step` long.
-
-    With a tail, the queries of a range see the same packed rows: none is packed between two of them.
-    """
-    while begin < end:
-        stop = min(end, begin + step)
-        if kv is not None and kv.tail:
-            packed = packed_end(kv, begin, fresh=True)
-            stop = next((at for at in range(begin + 1, stop) if packed_end(kv, at, fresh=True) != packed), stop)
-        yield begin, stop
-        begin = stop
 
 
 def reference_logits(model: PreTrainedModel, ids: Tensor, first: int) -> Tensor:
