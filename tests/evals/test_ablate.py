@@ -125,7 +125,6 @@ def test_a_calibration_text_adds_learned_blocks_and_errors_of_codes(
         (["--calibration", "text.txt"], "is the text that is scored; use another"),
         (["--calibration", "nowhere.txt"], "nowhere.txt: cannot be read"),
         (["--calibration", "text.txt", "--kv", "turbo3"], "kv=turbo3: blocks are learned for rotation=isoquant"),
-        (["--calibration", "text.txt", "--context", "256"], "context=256, tokens=250: need at least 512"),
     ],
 )
 def test_a_calibration_that_cannot_be_is_one_clear_error(

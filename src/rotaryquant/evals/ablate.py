@@ -16,9 +16,7 @@ from rotaryquant.config import KVCacheConfig, parse_kv, spec_name
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals import fidelity
 from rotaryquant.evals.facts import CALIBRATION_TOKENS, collect
-from rotaryquant.evals.inputs import load_model
 from rotaryquant.evals.learned_rotation import LearnedRotations, code_errors, learn, require_learnable
-from rotaryquant.evals.simulated import Variant
 from rotaryquant.evals.statistics import mean_interval
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.geometry import read_geometry, text_config
@@ -85,28 +83,29 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     """
     parts = [part.strip() for part in args.parts.split(",")] if args.parts else None
     configs, base = specs_of(args.kv, parts), spec_name(args.kv)
-    specs: dict[str, KVCacheConfig | Variant | None] = dict(configs)
-    errors: Mapping[str, dict[str, float]] = {}
-    random: dict[str, Any] = {}
-    loaded = None
+    told: dict[str, Any] = {}
+    errors: dict[str, dict[str, float]] = {}
+    prepare = None
     if args.calibration is not None:
         require_learnable(configs[base])
-        fidelity.check_sizes(args)
         text = read_text(Path(args.calibration))
         if text == read_text(Path(args.text)):
             raise ConfigError(f"--calibration {args.calibration}: is the text that is scored; use another")
-        loaded = load_model(args.model, args.dtype, args.threads, args.device)
-        specs[f"{base},{LEARNED}"], errors, random = _calibrated(loaded, text, configs, base, progress)
-    measured = fidelity.measure_text(args, specs, progress, loaded=loaded)
+        told = {"calibration": Path(args.calibration).name, "calibration_tokens": CALIBRATION_TOKENS}
+
+        def prepare(loaded: Loaded) -> dict[str, LearnedRotations]:
+            learned, found, random = _calibrated(loaded, text, configs, base, progress)
+            errors.update(found)
+            told.update(random)
+            return {learned.config.name: learned}
+
+    measured = fidelity.measure_text(args, configs, progress, prepare=prepare)
     rows = []
-    for spec in specs:
+    for spec in measured.scores:
         row = measured.result(spec) | {"against_base": measured.against(spec, base)}
         row["kld_of_base"], row["kld_of_base_low"], row["kld_of_base_high"] = measured.divergence_of(spec, base)
         rows.append(row | errors.get(spec, {}))
-    data = {**measured.about, "base": base, "results": rows}
-    if args.calibration is not None:
-        data |= {"calibration": Path(args.calibration).name, "calibration_tokens": CALIBRATION_TOKENS, **random}
-    return _outcome(data)
+    return _outcome({**measured.about, "base": base, **told, "results": rows})
 
 
 def _calibrated(

@@ -205,26 +205,29 @@ def measure_text(
     progress: Callable[[str], None],
     reference: str | None = None,
     calibration: str | None = None,
-    loaded: Loaded | None = None,
+    prepare: Callable[[Loaded], Mapping[str, Variant]] | None = None,
     prefix: int | None = None,
 ) -> Measured:
     """Load what `add_text_arguments` names and measure. reference: another checkpoint to compare with. calibration: a
-    text for peers that want one. loaded: the model, where the caller has it. prefix: tokens of each window that are
-    read before the first scored position, None for half.
+    text for peers that want one. prepare: what else to measure, made from the model. prefix: tokens of each window that
+    are read before the first scored position, None for half.
 
     Raises RotaryQuantError with one clear line for a wrong input.
     """
-    check_sizes(args)
+    if args.context < 512 or args.tokens < 1:
+        raise ConfigError(f"context={args.context}, tokens={args.tokens}: need at least 512 and 1")
     if prefix is not None and not BLOCK <= prefix < args.context - 1:
         raise ConfigError(f"prefix={prefix}: need at least {BLOCK} and fewer than context={args.context} less 1")
     text = read_text(Path(args.text))
     _check_held_out(specs, text)
-    loaded = loaded or load_model(args.model, args.dtype, args.threads, args.device)
+    loaded = load_model(args.model, args.dtype, args.threads, args.device)
     windows, start = windows_of(loaded, text, args.context, args.tokens, prefix)
     other = load_model(reference, args.dtype, args.threads, args.device) if reference else None
     if other is not None and encode_text(other.tokenizer, text[:2000]) != encode_text(loaded.tokenizer, text[:2000]):
         raise ConfigError(f"--reference {reference}: its tokenizer splits the text differently; use a sibling model")
     specs = calibrated(loaded, specs, calibration, text, progress)
+    if prepare is not None:
+        specs = {**specs, **prepare(loaded)}
     called = dispatch.calls.copy()
     exact_nll, scores = measure(loaded, specs, windows, other, progress, prefix)
     first = args.context // 2 if prefix is None else prefix
@@ -246,12 +249,6 @@ def measure_text(
         "ppl_ref": ppl_ref,
     }
     return Measured(exact_nll, counts, scores, about)
-
-
-def check_sizes(args: argparse.Namespace) -> None:
-    """Raise ConfigError for windows that are too short, or none."""
-    if args.context < 512 or args.tokens < 1:
-        raise ConfigError(f"context={args.context}, tokens={args.tokens}: need at least 512 and 1")
 
 
 def _check_held_out(specs: Mapping[str, KVCacheConfig | Variant | None], text: str) -> None:

@@ -89,9 +89,11 @@ class _Spinquant:
         assert facts is not None
         self._bits = bits
         self.key_bits = self.value_bits = bits + 32 / place.width
+        # on the CPU, so that the rotations are the same wherever the model is
+        weights = None if facts.value_weights is None else facts.value_weights.cpu()
         self._turns = (
-            learned_rotation(facts.keys, facts.query_moment, None, bits, 2 * place.index),
-            learned_rotation(facts.values, None, facts.value_weights, bits, 2 * place.index + 1),
+            learned_rotation(facts.keys.cpu(), facts.query_moment.cpu(), None, bits, 2 * place.index),
+            learned_rotation(facts.values.cpu(), None, weights, bits, 2 * place.index + 1),
         )
 
     def _rebuild(self, rows: Tensor, which: int) -> Tensor:

@@ -29,7 +29,9 @@ class KeyRope:
     def __init__(
         self, module: torch.nn.Module | None = None, function: Callable[..., Any] | None = None, layer_type: str = ""
     ) -> None:
-        self._module, self._function, self._layer_type = module, function, layer_type
+        known = module is not None and function is not None
+        self._module, self._function = (module, function) if known else (None, None)
+        self._layer_type = layer_type
 
     def undo(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Keys before RoPE. rows: fp32 [heads, rows, width] as a cache holds them; positions: int64 [rows]."""
