@@ -158,7 +158,9 @@ def _copy_packed(merged: PackedLayer, layers: list[PackedLayer], like: PackedLay
             target.packed_len = row.packed_len
             position += 1
     if any(layer.means is not None for layer in layers):
-        blank = torch.zeros(1, like.keys.num_kv_heads, like.keys.format.width, dtype=torch.bfloat16)
+        blank = torch.zeros(
+            1, like.keys.num_kv_heads, like.keys.format.width, dtype=torch.bfloat16, device=like.keys.device
+        )
         merged.means = torch.cat(
             [m if (m := layer.means) is not None else blank.expand(len(layer.rows), -1, -1) for layer in layers]
         )
@@ -175,8 +177,8 @@ def _row_bytes(store: StreamStore, row: Row) -> tuple[Tensor, Tensor]:
         parts.append(store.canonical(block, min(BLOCK, row.packed_len - index * BLOCK)))
     if not parts:
         codec = store.packed.codec
-        codes = torch.zeros(store.num_kv_heads, 0, codec.code_bytes, dtype=torch.uint8)
-        return codes, torch.zeros(store.num_kv_heads, 0, codec.groups, dtype=codec.scale_dtype)
+        codes = torch.zeros(store.num_kv_heads, 0, codec.code_bytes, dtype=torch.uint8, device=store.device)
+        return codes, torch.zeros(store.num_kv_heads, 0, codec.groups, dtype=codec.scale_dtype, device=store.device)
     return torch.cat([codes for codes, _ in parts], 1), torch.cat([scales for _, scales in parts], 1)
 
 

@@ -42,14 +42,12 @@ def learned_rotation(rows: Tensor, moment: Tensor | None, weights: Tensor | None
 
     rows: fp32 [heads, tokens, width]. moment: [heads, width, width], by which errors count; None for the identity.
     weights: [heads, tokens], by which rows count; None for alike. Half of the rows teach, the other half chooses among
-    the first rotation and those of every tenth step. Learned on the CPU, so that a seed means the same everywhere.
+    the first rotation and those of every tenth step.
     """
-    device, rows = rows.device, rows.cpu()
     heads, tokens, width = rows.shape
     generator = torch.Generator().manual_seed(seed)
-    rotation = random_hadamard(width, generator)
-    moment = None if moment is None else moment.cpu()
-    weights = torch.ones(heads, tokens) if weights is None else weights.cpu()
+    rotation = random_hadamard(width, generator).to(rows.device)
+    weights = torch.ones(heads, tokens, device=rows.device) if weights is None else weights
 
     def loss(by: Tensor, picked: Tensor) -> Tensor:
         turned = rows[:, picked] @ by
@@ -58,12 +56,12 @@ def learned_rotation(rows: Tensor, moment: Tensor | None, weights: Tensor | None
         total: Tensor = ((felt * error).sum(-1) * weights[:, picked]).sum()
         return total
 
-    order = torch.randperm(tokens, generator=generator)
+    order = torch.randperm(tokens, generator=generator).to(rows.device)
     teaching, judging = order[: tokens // 2], order[tokens // 2 :][: 4 * _ROWS]
     best, least = rotation, float(loss(rotation, judging))
     pull = torch.zeros_like(rotation)
     for step in range(_STEPS):
-        picked = teaching[torch.randint(0, len(teaching), (_ROWS,), generator=generator)]
+        picked = teaching[torch.randint(0, len(teaching), (_ROWS,), generator=generator).to(rows.device)]
         with torch.enable_grad():
             leaf = rotation.clone().requires_grad_()
             (gradient,) = torch.autograd.grad(loss(leaf, picked), leaf)
@@ -71,7 +69,7 @@ def learned_rotation(rows: Tensor, moment: Tensor | None, weights: Tensor | None
         rotation = cayley_step(rotation, pull, _REACH * (1 - step / _STEPS))
         if step % 10 == 9 and (found := float(loss(rotation, judging))) < least:
             best, least = rotation, found
-    return best.to(device)
+    return best
 
 
 def _coded(rows: Tensor, bits: int) -> Tensor:

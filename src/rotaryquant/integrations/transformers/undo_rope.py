@@ -50,7 +50,7 @@ class KeyRope:
 
     def _angles(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         if self._module is None:
-            return torch.ones(1), torch.zeros(1)
+            return torch.ones(1, device=rows.device), torch.zeros(1, device=rows.device)
         wanted = inspect.signature(self._module.forward).parameters
         arguments = {"layer_type": self._layer_type} if "layer_type" in wanted else {}
         with torch.no_grad():

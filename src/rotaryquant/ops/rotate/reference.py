@@ -1,10 +1,15 @@
 """Rotation as the product with one dense matrix per head, built from the definition."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from rotaryquant.formats.rotation import hadamard
 from rotaryquant.ops.rotate import Rotation
+
+#: Matrices that are kept: of the streams of a model with 128 layers.
+_KEPT = 256
 
 
 def unsupported(x: Tensor, rotation: Rotation, inverse: bool) -> str | None:
@@ -12,6 +17,7 @@ def unsupported(x: Tensor, rotation: Rotation, inverse: bool) -> str | None:
     return None
 
 
+@lru_cache(maxsize=_KEPT)
 def dense_matrix(rotation: Rotation) -> Tensor:
     """The rotation as fp32 [num_kv_heads, width, width], so that y = R @ x."""
     if rotation.matrix is not None:
