@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rotaryquant.evals import fidelity, needle
+from rotaryquant.evals import fidelity
 from rotaryquant.evals.facts import collect
 from rotaryquant.evals.peers import parse_specs, peers
 from rotaryquant.evals.simulated import Facts, Place
@@ -140,7 +140,8 @@ COMMANDS = {
     "fidelity": "--kv int4 --kv iso3-strict,mean=off --text TEXT --context 512 --tokens 200 --any-baseline",
     "perplexity": "--kv iso3-strict,mean=off --text TEXT --context 512 --tokens 200",
     "ablate": "--kv iso3-strict,mean=off --parts inverse --text TEXT --context 512 --tokens 200 --any-baseline",
-    "needle": "--kv iso3-strict,mean=off --text TEXT --context 2000 --questions 2 --needles 2",
+    "needle": "--kv iso3-strict,mean=off --text TEXT --context 1700 --questions 1 --depths 50",
+    "ruler": "--kv int8 --text TEXT --context 1500 --questions 1 --tasks multi-value --form cloze",
     "gate": "--kv int8 --tokens 2 --repetition 1 --divergence 100",
     "stability": "--kv iso3-strict,mean=off --text TEXT --context 512 --tokens 200 --steps 2 --reloads 2",
     "soak": "--kv fp16 --text TEXT --longest 600 --seconds 0.1",
@@ -155,12 +156,11 @@ def test_every_measurement_runs_elsewhere_and_says_so(
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 2_000_000)
-    monkeypatch.setattr(needle, "_ANSWER_TOKENS", 2)
     words = COMMANDS[name].replace("TEXT", str(folder / "text.txt")).split()
     with elsewhere() as device:
         words += ["--device", ELSEWHERE.type, "--json", "-o", str(tmp_path / "report")]
         status, out, err = run("eval", name, str(folder), *words)
-    assert status == 0, err
+    assert status == (1 if name in ("needle", "ruler") else 0), err  # of so few questions no cell counts
     data = json.loads(out)
     assert data["device"] == NAME
     assert (tmp_path / "report.md").read_text().startswith(f"{NAME}, {data['machine']}, ")

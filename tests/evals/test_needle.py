@@ -1,80 +1,121 @@
-"""The needle measurement: strict scoring, prompts that hold what they claim, and a control."""
+"""`eval needle` from its options to its report, on a tiny random model."""
 
-import random
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rotaryquant.config import parse_kv
-from rotaryquant.evals import needle
-from rotaryquant.evals.needle import Needle, NeedleError, build_haystack, is_exact
-from rotaryquant.evals.teacher_forcing import PathError
-from rotaryquant.integrations.transformers.checkpoints import Loaded
-from support.models import tiny
-from support.tiny_llm import byte_tokenizer
+from rotaryquant.evals.retrieval import grid, measure
+from rotaryquant.evals.retrieval.questions import Score
+from support.commands import Run, is_error
+from support.tiny_llm import byte_tokenizer, save_tiny
 
-FACT = Needle("amber falcon", "4926", 0.5)
-
-
-@pytest.mark.parametrize(
-    ("answer", "exact"),
-    [
-        ("4926", True),
-        (" 4926. ", True),
-        ("The secret code of the amber falcon is 4926.", True),
-        ("14926", False),
-        ("49 26", False),
-        ("4926 4926", False),
-        ("copper copper lynx 4926", False),
-        ("The secret code of the amber falcon is 4926 or 4927.", False),
-        ("", False),
-    ],
-)
-def test_only_the_code_or_its_sentence_counts(answer: str, exact: bool) -> None:
-    assert is_exact(answer, FACT) is exact
+FILLER = "\n".join(f"Line {number} says something plain about rain. It goes on for a while." for number in range(200))
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Any:
-    return Loaded("tiny", Path(), tiny(max_position_embeddings=4096), byte_tokenizer())
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048)
 
 
-LINES = [f"Line {number} of the filler says something plain about the weather." for number in range(200)]
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "filler.txt"
+    path.write_text(FILLER, encoding="utf-8")
+    return path
 
 
-def test_a_context_has_its_length_and_every_fact_once(loaded: Any) -> None:
-    haystack = build_haystack(loaded, LINES, 2000, 4, random.Random(0))
-    assert 1940 <= len(haystack.ids) <= 2000
-    text = loaded.tokenizer.decode(haystack.ids)
-    at = [text.index(fact.sentence) / len(text) for fact in haystack.needles]
-    assert all(text.count(fact.code) == 1 for fact in haystack.needles)
-    assert at == sorted(at)
-    assert at == pytest.approx([0.125, 0.375, 0.625, 0.875], abs=0.06)
-    assert len({fact.code for fact in haystack.needles}) == 4
-    for fact, question in zip(haystack.needles, haystack.questions, strict=True):
-        assert fact.name in loaded.tokenizer.decode(question)
-        assert fact.code not in loaded.tokenizer.decode(question)
+def words(folder: Path, text: Path, *more: str) -> list[str]:
+    return ["eval", "needle", str(folder), "--text", str(text), "--threads", "1", *more]
 
 
-def test_too_little_filler_is_an_error_and_no_miss(loaded: Any) -> None:
-    with pytest.raises(NeedleError, match="filler text is too short"):
-        build_haystack(loaded, LINES[:3], 2000, 4, random.Random(0))
+def test_a_run_reports_every_cell_and_is_no_pass_without_one_that_counts(
+    folder: Path, text: Path, tmp_path: Path, run: Run
+) -> None:
+    prefix, picture = tmp_path / "needle", tmp_path / "grid.png"
+    status, out, _ = run(
+        *words(folder, text, "--context", "1024,768", "--depths", "100,0", "--questions", "3", "--needles", "2"),
+        "--kv", "iso3", "--kv", "int4,sinks=4,tail=48", "-o", str(prefix), "--plot", str(picture),
+    )  # fmt: skip
+    assert status == 1
+    assert "kv=iso3: no cell of 4 counts, so that nothing is shown; this is not a pass" in out
+    assert "4 facts in each context, 2 at each depth, all of them asked" in out
+    data = json.loads(prefix.with_suffix(".json").read_text())
+    assert data["passed"] is False
+    assert data["needles"] == 2
+    assert data["form"] == "chat"
+    assert data["contexts"] == [768, 1024]
+    places = [(row["kv"], row["context"], row["row"]) for row in data["results"]]
+    assert places == [
+        (kv, length, depth)
+        for kv in ("iso3", "int4,sinks=4,tail=48")
+        for length in (768, 1024)
+        for depth in ("0%", "100%")
+    ]
+    for row in data["results"]:
+        assert (row["questions"], row["contexts"], row["verdict"]) == (4, 2, "too few questions")
+        assert row["packed_reads_per_answer"] > 0
+        assert 3 < row["bits_per_value"] < 8
+    assert set(data["seconds_per_question"]) == {"fp16", "iso3", "int4,sinks=4,tail=48"}
+    assert "too few questions" in prefix.with_suffix(".md").read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_questions_leave_the_context_as_it_was_and_read_packed_rows(loaded: Any) -> None:
-    haystack = build_haystack(loaded, LINES, 1500, 2, random.Random(1))
-    first, again = (needle.ask(loaded, haystack, parse_kv("iso3")) for _ in range(2))
-    assert first.texts == again.texts
-    assert len(first.packed_reads) == 2
-    assert min(first.packed_reads) > 0
-    control = needle.ask(loaded, haystack, None)
-    assert control.packed_reads == []
-    assert len(control.found) == 2
+def test_a_run_that_passes_exits_with_0_and_one_that_does_not_with_1(
+    folder: Path, text: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a rule that this model can meet, and answers that are what the cache makes of them."""
+    monkeypatch.setattr(grid, "QUESTIONS", 2)
+    monkeypatch.setattr(grid, "CONTEXTS", 1)
+    rights: list[bool] = []
+    monkeypatch.setattr(measure, "score", lambda question, answers: Score(float(rights[0]), rights.pop(0)))
+    short = words(folder, text, "--context", "768", "--depths", "paper", "--questions", "4")
+    rights[:] = [True] * 8
+    status, out, _ = run(*short)
+    assert status == 0
+    assert "kv=iso3: passes; 1 of 1 cells count" in out
+    assert "4 facts in each context, 4 at each depth" in out
+    rights[:] = [True] * 4 + [True, True, False, True]
+    status, out, _ = run(*short)
+    assert status == 1
+    assert "kv=iso3: does not pass: 1 reach down to -3 points or further" in out
+    rights[:] = [False] * 4 + [True] * 4
+    status, out, _ = run(*short)
+    assert status == 1
+    assert "not discriminating" in out
 
 
-def test_answers_without_packed_reads_are_refused(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    haystack = build_haystack(loaded, LINES, 1500, 1, random.Random(1))
-    monkeypatch.setattr("rotaryquant.kv.packed.packed_end", lambda config, seq_len, fresh: 0)
-    with pytest.raises(PathError, match="read no packed row"):
-        needle.ask(loaded, haystack, parse_kv("iso3"))
+def test_a_model_without_a_template_is_asked_to_continue(text: Path, tmp_path: Path, run: Run) -> None:
+    plain = save_tiny(tmp_path / "plain", byte_tokenizer(template=None), max_position_embeddings=2048)
+    found: list[Any] = []
+    for seed in ("1", "1", "2"):
+        _, out, _ = run(
+            *words(plain, text, "--context", "768", "--depths", "50", "--questions", "1", "--seed", seed, "--json")
+        )
+        found.append(json.loads(out))
+    assert found[0]["form"] == "cloze"
+    assert found[0]["results"] == found[1]["results"]
+    assert found[0]["results"] != found[2]["results"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--context", "100"], "--context '100': wanted numbers of at least 512"),
+        (["--context", "1k"], "--context '1k'"),
+        (["--context", "4096"], "this model has 2048 positions"),
+        (["--depths", "50,101"], "--depths '101': wanted numbers of 0 to 100"),
+        (["--depths", "middle"], "--depths 'middle'"),
+        (["--needles", "0"], "needles=0 at 5 depths"),
+        (["--needles", "9"], "a context holds 1 to 40 facts"),
+        (["--questions", "0"], "questions=0"),
+        (["--batch", "0"], "batch=0"),
+        (["--kv", "fp16"], "--kv fp16: the 16-bit cache is what others are compared with"),
+        (["--kv", "iso9"], "iso9"),
+        (["--context", "768", "--form", "poem"], "--form 'poem'"),
+        (["--plot", "/nowhere/at/all.png"], "is no folder"),
+    ],
+)
+def test_wrong_options_are_one_line(folder: Path, text: Path, run: Run, more: list[str], message: str) -> None:
+    is_error(run(*words(folder, text, *more)), 2, message)

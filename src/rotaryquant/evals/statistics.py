@@ -1,4 +1,4 @@
-"""Intervals for paired comparisons: resample whole windows, since tokens of one window are not independent."""
+"""Intervals for paired comparisons: resample whole windows or contexts, since what one holds is not independent."""
 
 import math
 
@@ -35,3 +35,19 @@ def mean_interval(first: NDArray[np.float64], second: NDArray[np.float64]) -> tu
     picks = rng.integers(0, len(first), (RESAMPLES, len(first)))
     low, high = np.quantile(first[picks].sum(1) / second[picks].sum(1), (0.025, 0.975))
     return float(first.sum() / second.sum()), float(low), float(high)
+
+
+def difference_interval(
+    first: NDArray[np.float64], second: NDArray[np.float64], groups: NDArray[np.int64]
+) -> tuple[float, float, float]:
+    """mean(first) - mean(second) and its 95% interval, from a paired bootstrap over groups.
+
+    first, second: scores of the same questions, 0 to 1. groups: for each question the context that it was asked of;
+    contexts are drawn whole, since questions of one are not independent. Returns (difference, low, high). An interval
+    over scores that nowhere differ has no width.
+    """
+    _, of_group = np.unique(groups, return_inverse=True)
+    sums, counts = np.bincount(of_group, first - second), np.bincount(of_group)
+    picks = np.random.default_rng(_SEED).integers(0, len(counts), (RESAMPLES, len(counts)))
+    low, high = np.quantile(sums[picks].sum(1) / counts[picks].sum(1), (0.025, 0.975))
+    return float(sums.sum() / counts.sum()), float(low), float(high)

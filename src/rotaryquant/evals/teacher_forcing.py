@@ -56,9 +56,9 @@ def packed_chunks(
         with cache.prefill():
             model(ids[None, :first], cache=cache, logits_to_keep=1)
         for begin, end in still_chunks(first, ids.shape[0] - 1, cache.kv, step):
-            before, layers = cache.counters, _reads(cache)
+            before, layers = cache.counters, packed_reads(cache)
             out = model(ids[None, begin:end], cache=cache)
-            _check_reads(cache, layers, begin, end)
+            check_reads(cache, layers, begin, end)
             yield Chunk(begin, end, out.logits[0].float(), cache.counters.since(before))
 
 
@@ -83,13 +83,18 @@ def expected_reads(cache: PackedCache, begin: int, end: int) -> int:
     return total
 
 
-def _reads(cache: PackedCache) -> list[int]:
+def packed_reads(cache: PackedCache) -> list[int]:
+    """Packed rows that each packed layer has read so far."""
     return [layer.counters.packed_reads for layer in cache.layers if isinstance(layer, PackedCacheLayer)]
 
 
-def _check_reads(cache: PackedCache, before: list[int], begin: int, end: int) -> None:
-    wanted = expected_reads(cache, begin, end)
-    for layer, (old, new) in enumerate(zip(before, _reads(cache), strict=True)):
+def check_reads(cache: PackedCache, before: list[int], begin: int, end: int, rows: int = 1) -> None:
+    """Raise PathError unless every packed layer has read, since `before`, what positions [begin, end) must read.
+
+    before: what `packed_reads` said. rows: sequences of the batch, all of them at these positions.
+    """
+    wanted = rows * expected_reads(cache, begin, end)
+    for layer, (old, new) in enumerate(zip(before, packed_reads(cache), strict=True)):
         if new - old != wanted:
             raise PathError(
                 f"positions {begin}..{end - 1}: packed layer number {layer} read {new - old} packed rows, wanted "

@@ -1,0 +1,190 @@
+"""From options to a judged grid: what `eval needle` and `eval ruler` do alike."""
+
+import argparse
+import itertools
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rotaryquant.config import KVCacheConfig
+from rotaryquant.errors import ConfigError
+from rotaryquant.evals.inputs import add_model_arguments, load_model
+from rotaryquant.evals.peers import parse_specs
+from rotaryquant.evals.plots import check_plot, plot_grid
+from rotaryquant.evals.retrieval import grid
+from rotaryquant.evals.retrieval.answers import ask
+from rotaryquant.evals.retrieval.contexts import Context, Filler, build_context, check_length
+from rotaryquant.evals.retrieval.forms import FORMS, Form, form_of
+from rotaryquant.evals.retrieval.grid import Cell
+from rotaryquant.evals.retrieval.questions import score
+from rotaryquant.evals.retrieval.tasks import Task
+from rotaryquant.evals.simulated import Simulation
+from rotaryquant.integrations.transformers.checkpoints import Loaded
+from rotaryquant.kv.accounting import LayerBits, bits_per_value
+from rotaryquant.measuring import Outcome, model_name, provenance, read_text
+
+_LEAST_CONTEXT = 512
+
+
+@dataclass(frozen=True)
+class Setting:
+    """With what questions are asked: of whom, in which words and filler, through which caches, how many in a batch."""
+
+    loaded: Loaded
+    form: Form
+    filler: Filler
+    specs: Mapping[str, KVCacheConfig | Simulation]
+    seed: int = 0
+    batch: int = 8
+
+
+@dataclass
+class Measured:
+    """Cells by row and context; of each packed cache its layers, a line on it, and seconds by cache."""
+
+    cells: dict[tuple[str, int], Cell] = field(default_factory=dict)
+    layers: dict[str, list[LayerBits]] = field(default_factory=dict)
+    summaries: dict[str, str] = field(default_factory=dict)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def ask(self, setting: Setting, context: Context, length: int, group: int, kv_name: str) -> None:
+        """Ask all questions of a context through one cache and add their scores. group: number of the context."""
+        kv = setting.specs.get(kv_name)
+        begun = time.perf_counter()
+        answered = ask(setting.loaded, setting.form, context, kv, setting.batch)
+        self.seconds[kv_name] += time.perf_counter() - begun
+        for question, said in zip(context.questions, answered.said, strict=True):
+            cell, scored = self.cells.setdefault((question.row, length), Cell()), score(question, said.answers)
+            if kv is None:
+                cell.groups.append(group)
+                cell.exact.append(scored)
+            else:
+                cell.packed.setdefault(kv_name, []).append(scored)
+                cell.reads.setdefault(kv_name, []).append(said.packed_reads)
+        if kv is not None:
+            self.layers[kv_name], self.summaries[kv_name] = answered.layers, answered.summary
+
+
+def add_grid_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of a measurement that asks questions of contexts."""
+    add_model_arguments(parser, "auto")
+    parser.add_argument(
+        "--kv", metavar="SPEC", action="append", help="ours or a simulated peer; repeat to compare; default iso3"
+    )
+    parser.add_argument("--text", metavar="FILE", required=True, help="filler: real text, UTF-8")
+    parser.add_argument(
+        "--context", metavar="LIST", default="4096", help="tokens, question and answer included (default 4096)"
+    )
+    parser.add_argument(
+        "--questions", type=int, default=grid.QUESTIONS, metavar="N",
+        help=f"of each cell at least (default {grid.QUESTIONS}, with fewer none counts)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--form", default="auto", metavar="NAME", help=f"{', '.join(FORMS)} (default: chat where there is a template)"
+    )
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="questions answered at once (default 8)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of names, values, places and filler")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the grid")
+
+
+def numbers_of(option: str, text: str, low: int, high: int | None = None) -> list[int]:
+    """The different whole numbers that a list names, ascending. Raises ConfigError for anything else."""
+    found = set()
+    for part in map(str.strip, text.split(",")):
+        if not part.isdecimal() or int(part) < low or (high is not None and int(part) > high):
+            wanted = f"at least {low}" if high is None else f"{low} to {high}"
+            raise ConfigError(f"{option} {part!r}: wanted numbers of {wanted}, comma-separated")
+        found.add(int(part))
+    return sorted(found)
+
+
+def run_grid(args: argparse.Namespace, progress: Callable[[str], None], tasks: Mapping[str, Task], row: str) -> Outcome:
+    """Ask what `tasks` draw at every context, compare and judge. row: what the grid's rows are called.
+
+    Raises RotaryQuantError with one clear line for a wrong input.
+    """
+    contexts = numbers_of("--context", args.context, _LEAST_CONTEXT)
+    specs = parse_specs(args.kv or ["iso3"])
+    if "fp16" in specs:
+        raise ConfigError("--kv fp16: the 16-bit cache is what others are compared with; name those")
+    if args.questions < 1 or args.batch < 1:
+        raise ConfigError(f"questions={args.questions}, batch={args.batch}: need at least 1 of each")
+    if args.plot:
+        check_plot(Path(args.plot))
+    text = read_text(Path(args.text))
+    loaded = load_model(args.model, args.dtype, args.threads, args.device)
+    check_length(loaded, contexts)
+    packed = {name: kv for name, kv in specs.items() if kv is not None}
+    setting = Setting(loaded, form_of(args.form, loaded), Filler(loaded, text), packed, args.seed, args.batch)
+    measured = measure(setting, tasks, contexts, args.questions, progress)
+    return _outcome(args, setting, contexts, measured, row)
+
+
+def measure(
+    setting: Setting,
+    tasks: Mapping[str, Task],
+    contexts: Sequence[int],
+    questions: int,
+    progress: Callable[[str], None],
+) -> Measured:
+    """Ask what the tasks draw in contexts of each length, until every row has at least `questions`.
+
+    A context is seeded by its task, length and number alone: other tasks and lengths beside it change nothing.
+    """
+    measured = Measured()
+    for length, (name, task) in itertools.product(contexts, tasks.items()):
+        number = least = 0
+        while least < questions:
+            rng = random.Random(f"{setting.seed}/{name}/{length}/{number}")  # noqa: S311 - a reproducible draw
+            draft = task(rng, setting.form.wording)
+            start = rng.randrange(len(setting.filler.sentences))
+            context = build_context(setting.loaded, setting.form, setting.filler, draft, length, start)
+            each = min(Counter(question.row for question in draft.questions).values())
+            for kv_name in ("fp16", *setting.specs):
+                progress(f"{name} at {length:,}, context {number + 1} of {-(-questions // each)}: {kv_name}")
+                measured.ask(setting, context, length, number, kv_name)
+            number, least = number + 1, least + each
+    return measured
+
+
+def _outcome(
+    args: argparse.Namespace, setting: Setting, contexts: Sequence[int], measured: Measured, row: str
+) -> Outcome:
+    form = setting.form
+    results: list[dict[str, Any]] = []
+    for kv, layers in measured.layers.items():
+        for (name, context), cell in measured.cells.items():
+            bits = {"bits_per_value": bits_per_value(layers, context)}
+            results.append({"kv": kv, "row": name, "context": context, **cell.result(kv), **bits})
+    asked = sum(len(cell.exact) for cell in measured.cells.values())
+    verdicts = {kv: [cell for cell in results if cell["kv"] == kv] for kv in measured.layers}
+    data: dict[str, Any] = {
+        **provenance(args.device),
+        "model": model_name(args.model),
+        "dtype": str(setting.loaded.model.dtype).removeprefix("torch."),
+        "text": Path(args.text).name,
+        "contexts": list(contexts),
+        "form": form.name,
+        "seed": args.seed,
+        "rule": {"accuracy_16bit": grid.ACCURACY, "questions": grid.QUESTIONS, "contexts": grid.CONTEXTS,
+                 "loss": grid.LOSS},
+        "passed": all(map(grid.passes, verdicts.values())),
+        "seconds_per_question": {kv: seconds / asked for kv, seconds in measured.seconds.items()},
+        "results": results,
+    }  # fmt: skip
+    seconds = ", ".join(f"{kv} {each:.2f}" for kv, each in data["seconds_per_question"].items())
+    lines = [
+        f"{data['model']}, {data['dtype']}, {form.name} form, filler from {data['text']}: the same {asked:,} questions "
+        f"through the 16-bit and each packed cache",
+        *(grid.verdict_line(kv, cells) for kv, cells in verdicts.items()),
+        *measured.summaries.values(),
+        f"seconds per question, its share of reading the context included: {seconds}",
+    ]
+    if args.plot:
+        plot_grid(Path(args.plot), data, row)
+    headers, rows = grid.table(results, row)
+    return Outcome(data, headers, rows, lines, passed=data["passed"])
