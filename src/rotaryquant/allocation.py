@@ -1,10 +1,11 @@
 """Bits where they help: which keys and values of which layers get 2, 3, 4 or 8, under a mean that is given.
 
 The divergence that coded rows cause is, for small errors, a sum over the streams of a model, and that of one stream
-grows with the squared error of its codes. So one measurement a stream says what any width would cost, and which
-choice under a budget costs least is a knapsack, solved exactly.
+grows with the squared error of its codes. So measurements of a stream at few bits say what any width would cost, and
+which choice under a budget costs least is a knapsack, solved exactly.
 """
 
+import hashlib
 import math
 from dataclasses import dataclass, field
 
@@ -12,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rotaryquant.errors import ConfigError
-from rotaryquant.formats.calibration import Calibration
+from rotaryquant.formats.calibration import Calibration, StreamCost
 from rotaryquant.formats.codebook import TRELLISES, relative_error
-from rotaryquant.formats.feedback import Metric
+from rotaryquant.formats.feedback import MOST_BITS, Metric
 
 #: What a stream may get. Fewer bits than two would leave directions out altogether: their error is the same at every
 #: token, adds up over a sum of values, and costs far more than its size says (docs/experiments.md).
@@ -26,7 +27,10 @@ _MOST_ROOM = 1_000_000
 
 @dataclass(frozen=True)
 class LayerWidths:
-    """Bits of the keys and the values of model layer `index`, and what their errors cost by direction, or None."""
+    """Bits of the keys and the values of model layer `index`, and what their errors cost by direction.
+
+    The metrics are None where each code is chosen for itself.
+    """
 
     index: int
     key_bits: int
@@ -62,33 +66,40 @@ def allocate(
     """Widths with a mean of at most `budget` bits a value (codes alone, scales come on top) and the least divergence.
 
     quantizer: of the widths that have a choice (formats.codebook). feedback: choose codes by the calibration's metrics
-    (formats.feedback). Raises ConfigError for a budget that no choice of WIDTHS has.
+    (formats.feedback) in those streams where that was found to cost less. Raises ConfigError for a budget that no
+    choice of WIDTHS has.
     """
     if not WIDTHS[0] <= budget <= WIDTHS[-1]:
         raise ConfigError(f"kv budget={budget:g} must be between {WIDTHS[0]} and {WIDTHS[-1]} bits a value")
     layers = calibration.layers
+    streams = [(stream, layer.width) for layer in layers for stream in (layer.keys, layer.values)]
     values = [layer.num_kv_heads * layer.width for layer in layers for _ in range(2)]
-    costs = [
-        _costs(cost, layer.width, calibration.probe_bits, quantizer)
-        for layer in layers
-        for cost in (layer.keys, layer.values)
-    ]
-    bits = _least(costs, values, budget)
+    options = [_options(stream, width, calibration.probe_bits, quantizer, feedback) for stream, width in streams]
+    bits = _least([[cost for cost, _ in option] for option in options], values, budget)
+    chosen = [option[WIDTHS.index(width)] for option, width in zip(options, bits, strict=True)]
+    metrics = [metric for _, metric in chosen]
     spent = sum(width * count for width, count in zip(bits, values, strict=True))
     return Allocation(
         model=calibration.model,
         text=calibration.text,
         layers=tuple(
-            LayerWidths(
-                *(layer.index, key_bits, value_bits),
-                *((layer.key_metric, layer.value_metric) if feedback else (None, None)),
-            )
-            for layer, key_bits, value_bits in zip(layers, bits[::2], bits[1::2], strict=True)
+            LayerWidths(layer.index, bits[at], bits[at + 1], metrics[at], metrics[at + 1])
+            for layer, at in zip(layers, range(0, len(bits), 2), strict=True)
         ),
         mean_bits=spent / sum(values),
-        expected=sum(cost[WIDTHS.index(width)] for cost, width in zip(costs, bits, strict=True)),
-        metrics=calibration.metrics_digest if feedback else "",
+        expected=sum(cost for cost, _ in chosen),
+        metrics=_digest(metrics),
     )
+
+
+def _digest(metrics: list[Metric | None]) -> str:
+    """Of metrics that choose equal codes the same; "" where there are none."""
+    if not any(metrics):
+        return ""
+    digest = hashlib.sha256()
+    for metric in metrics:
+        digest.update(b"-" if metric is None else metric.matrices.astype("<f2").tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _least(costs: list[list[float]], values: list[int], budget: float) -> list[int]:
@@ -119,7 +130,17 @@ def _least(costs: list[list[float]], values: list[int], budget: float) -> list[i
     return bits[::-1]
 
 
-def _costs(measured: float, width: int, probe_bits: int, quantizer: str) -> list[float]:
-    """Nats at each of WIDTHS, from those at the probe's bits."""
-    unit = measured / relative_error(width, probe_bits)
-    return [unit * relative_error(width, bits, quantizer if bits in TRELLISES else "scalar") for bits in WIDTHS]
+def _options(
+    stream: StreamCost, width: int, probe_bits: tuple[int, ...], quantizer: str, feedback: bool
+) -> list[tuple[float, Metric | None]]:
+    """Nats at each of WIDTHS, from those at the nearest probe below, and the metric where it makes them less."""
+    options: list[tuple[float, Metric | None]] = []
+    for bits in WIDTHS:
+        probe = max((at for at, probed in enumerate(probe_bits) if probed <= bits), default=0)
+        found: list[tuple[float, Metric | None]] = [(stream.alone[probe], None)]
+        if feedback and bits <= MOST_BITS:
+            found.append((stream.fed[probe], stream.metric))
+        cost, metric = min(found, key=lambda option: option[0])
+        to_bits = relative_error(width, bits, quantizer if bits in TRELLISES else "scalar")
+        options.append((cost / relative_error(width, probe_bits[probe]) * to_bits, metric))
+    return options

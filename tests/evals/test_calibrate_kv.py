@@ -1,6 +1,7 @@
 """Sensitivities point at the layer that hurts, and what is enabled with them keeps each layer as they say."""
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 
@@ -73,12 +74,16 @@ def test_each_stream_is_measured_alone(loaded: Loaded) -> None:
     model.model.layers[0].self_attn.o_proj.weight.data.zero_()
     found = measured(Loaded(loaded.name, loaded.folder, model, loaded.tokenizer))
     assert [layer.index for layer in found.layers] == list(range(len(model.model.layers)))
-    assert max(found.layers[0].keys, found.layers[0].values) < 1e-7
-    assert min(found.layers[0].keys, found.layers[0].values) >= 0.0
-    assert all(layer.keys > 1e-6 and layer.values > 1e-6 for layer in found.layers[1:])
-    assert len({cost for layer in found.layers[1:] for cost in (layer.keys, layer.values)}) == 2
+    first, *others = [
+        [*layer.keys.alone, *layer.keys.fed, *layer.values.alone, *layer.values.fed] for layer in found.layers
+    ]
+    assert 0.0 <= min(first) <= max(first) < 1e-7
+    for costs in others:
+        assert min(costs) > 1e-7
+        assert len(set(costs)) == 8  # keys and values, alone and fed, 2 and 3 bits
+        assert all(three < two for two, three in zip(costs[::2], costs[1::2], strict=True))
     assert found.tokens == 299
-    assert found.probe_bits == 2
+    assert found.probe_bits == (2, 3)
 
 
 def test_keys_that_no_query_reads_cost_nothing_and_their_values_do(loaded: Loaded) -> None:
@@ -86,7 +91,7 @@ def test_keys_that_no_query_reads_cost_nothing_and_their_values_do(loaded: Loade
     model = copy.deepcopy(loaded.model)
     model.model.layers[0].self_attn.q_proj.weight.data.zero_()
     found = measured(Loaded(loaded.name, loaded.folder, model, loaded.tokenizer), "iso3,mean=off,correct=0")
-    assert found.layers[0].values > 10 * found.layers[0].keys
+    assert found.layers[0].values.alone[0] > 10 * found.layers[0].keys.alone[0]
 
 
 def test_a_prefix_that_packs_nothing_is_refused(loaded: Loaded) -> None:
@@ -212,18 +217,27 @@ def test_metrics_are_those_of_queries_and_of_the_output_projection(loaded: Loade
     queries = torch.cat(seen, 2)[0].double().unflatten(0, (heads, -1)).flatten(1, 2)
     projected = attention.o_proj.weight.detach().double().unflatten(1, (heads, -1, width))
     for metric, rows in (
-        (found.key_metric, queries),
-        (found.value_metric, projected.permute(1, 0, 2, 3).flatten(1, 2)),
+        (found.keys.metric, queries),
+        (found.values.metric, projected.permute(1, 0, 2, 3).flatten(1, 2)),
     ):
         moment = rows.transpose(1, 2) @ rows
         moment /= moment.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
         assert torch.allclose(torch.from_numpy(metric.matrices).double(), moment, atol=2e-3 * float(moment.abs().max()))
 
 
-def test_feedback_takes_the_metrics_of_each_layer(loaded: Loaded, side: Path) -> None:
-    on, off = config_of(side), config_of(side, ",feedback=off")
+def test_feedback_takes_the_metrics_of_each_layer_where_they_help(loaded: Loaded, side: Path, tmp_path: Path) -> None:
+    """Keys of the first layer cost less with feedback, its values without: codes are chosen so."""
+    made = read_calibration(side)
+    cheap, dear = (1e-3, 1e-4), (2e-3, 2e-4)
+    first = dataclasses.replace(
+        made.layers[0],
+        keys=dataclasses.replace(made.layers[0].keys, alone=dear, fed=cheap),
+        values=dataclasses.replace(made.layers[0].values, alone=cheap, fed=dear),
+    )
+    write_calibration(tmp_path / "side", dataclasses.replace(made, layers=(first, *made.layers[1:])))
+    on, off = config_of(tmp_path / "side"), config_of(tmp_path / "side", ",feedback=off")
     assert on != off
-    assert on == config_of(side)
+    assert on == config_of(tmp_path / "side")
     codes = []
     for config in (on, off):
         with enabled(loaded.model, config) as state, torch.inference_mode():
@@ -234,8 +248,10 @@ def test_feedback_takes_the_metrics_of_each_layer(loaded: Loaded, side: Path) ->
             layer = cache.packed_layer(0)
             assert layer is not None
             assert layer.keys is not None
+            assert layer.values is not None
             assert (layer.keys.packed.codec.feedback is not None) == (config is on)
             assert (layer.keys.error_gain < 1.0) == (config is on)
+            assert layer.values.packed.codec.feedback is None
             codes.append(layer.keys.packed.codes[0].clone())
     assert not torch.equal(*codes)
 

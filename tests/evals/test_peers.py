@@ -24,7 +24,13 @@ from rotaryquant.evals.peers.rounding import nearest, ranged, unit_rows
 from rotaryquant.evals.simulated import Facts, Peer, Place, Simulation
 from rotaryquant.evals.teacher_forcing import packed_chunks, stock_chunks
 from rotaryquant.evals.windows import windows_of
-from rotaryquant.formats.calibration import Calibration, LayerSensitivity, write_calibration
+from rotaryquant.formats.calibration import (
+    Calibration,
+    LayerSensitivity,
+    StreamCost,
+    read_calibration,
+    write_calibration,
+)
 from rotaryquant.formats.codebook import lloyd_max
 from rotaryquant.formats.feedback import Metric
 from rotaryquant.integrations.transformers.checkpoints import Loaded
@@ -530,14 +536,17 @@ def test_a_peer_can_be_granted_bits_for_each_layer(model: Any, ids: Tensor, tmp_
     """Its codec at the widths of the allocation; all eight bits are plain integers where its own codes stop at four."""
     costs = [(1e-3, 1e-3)] * 4 + [(0.1, 1e-3), (10.0, 10.0)]
     flat = Metric(np.stack([np.eye(64)] * 2))
-    layers = [LayerSensitivity(index, 2, 64, *cost, flat, flat) for index, cost in enumerate(costs)]
-    made = Calibration(checkpoint_fingerprint(model), "tiny", "text", 1, 1024, 2, "made", tuple(layers))
+    layers = [
+        LayerSensitivity(index, 2, 64, *(StreamCost((cost,), (1e-4,), flat) for cost in pair))
+        for index, pair in enumerate(costs)
+    ]
+    made = Calibration(checkpoint_fingerprint(model), "tiny", "text", 1, 1024, (2,), "made", tuple(layers))
     write_calibration(tmp_path / "side", made)
     granted = parse_spec(f"quarot3,sinks=4,tail=48,calibration={tmp_path / 'side'},budget=3")
     assert isinstance(granted, Simulation)
     assert granted.config.name == "quarot3,sinks=4,tail=48,calibration=side,budget=3"
     assert granted.config.allocation is not None
-    assert granted.config.allocation.layers == allocate(made, 3).layers
+    assert granted.config.allocation == allocate(read_calibration(tmp_path / "side"), 3, feedback=False)
     assert granted.config.of_layer(0).key_bits < granted.config.of_layer(5).key_bits
     row, plain = scores(model, ids, granted), scores(model, ids, parse_spec("quarot3,sinks=4,tail=48"))
     assert granted.config.allocation.mean_bits == 3.0

@@ -10,7 +10,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from rotaryquant.errors import CalibrationError
-from rotaryquant.formats.calibration import Calibration, LayerSensitivity, read_calibration, write_calibration
+from rotaryquant.formats.calibration import (
+    Calibration,
+    LayerSensitivity,
+    StreamCost,
+    read_calibration,
+    write_calibration,
+)
 from rotaryquant.formats.feedback import Metric
 
 
@@ -20,23 +26,27 @@ def metric(heads: int, width: int) -> Metric:
 
 
 LAYERS = (
-    LayerSensitivity(0, 2, 64, 0.5, 0.25, metric(2, 64), metric(2, 64)),
-    LayerSensitivity(3, 1, 128, 0.0, 1.5, metric(1, 128), metric(1, 128)),
+    LayerSensitivity(
+        0, 2, 64, StreamCost((0.5, 0.125), (0.25, 0.0625), metric(2, 64)), StreamCost((1, 0.5), (2, 3), metric(2, 64))
+    ),
+    LayerSensitivity(
+        3, 1, 128, StreamCost((0, 0), (0, 0), metric(1, 128)), StreamCost((1.5, 0), (0, 8), metric(1, 128))
+    ),
 )
-MADE = Calibration("abc", "tiny", "def", 2048, 1024, 2, "rotaryquant calibrate tiny", LAYERS)
+MADE = Calibration("abc", "tiny", "def", 2048, 1024, (2, 3), "rotaryquant calibrate tiny", LAYERS)
 HEADER = {
-    "version": 2, "model": "abc", "name": "tiny", "text": "def", "tokens": 1, "context": 2, "probe_bits": 2,
+    "version": 3, "model": "abc", "name": "tiny", "text": "def", "tokens": 1, "context": 2, "probe_bits": [2, 3],
     "command": "made",
 }  # fmt: skip
 
 
 def written(
-    path: Path, *, sizes: Any = None, sensitivity: Any = None, keys: Any = None, kind: str = "", **header: Any
+    path: Path, *, sizes: Any = None, costs: Any = None, keys: Any = None, kind: str = "", **header: Any
 ) -> Path:
     """A file that differs from a good one in what is named. keys: of layer 1, the metric."""
     tensors = {
         "layers": np.array([[0, 2, 64], [1, 2, 64]], np.int32) if sizes is None else np.array(sizes, np.int32),
-        "sensitivity": np.ones((2, 2), np.float32) if sensitivity is None else np.array(sensitivity, np.float32),
+        "costs": np.ones((2, 2, 2, 2), np.float32) if costs is None else np.array(costs, np.float32),
     }
     tensors |= {
         name: metric(2, 64).matrices.astype(np.float16) for name in ("0.keys", "0.values", "1.keys", "1.values")
@@ -53,9 +63,8 @@ def test_what_was_written_comes_back(tmp_path: Path) -> None:
     made = read_calibration(tmp_path / "side.safetensors")
     assert made == MADE
     for got, want in zip(made.layers, LAYERS, strict=True):
-        assert np.array_equal(got.key_metric.matrices, want.key_metric.matrices)
-        assert np.array_equal(got.value_metric.matrices, want.value_metric.matrices)
-    assert made.metrics_digest == MADE.metrics_digest
+        assert np.array_equal(got.keys.metric.matrices, want.keys.metric.matrices)
+        assert np.array_equal(got.values.metric.matrices, want.values.metric.matrices)
     assert [path.name for path in tmp_path.iterdir()] == ["side.safetensors"]
 
 
@@ -98,7 +107,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     ("change", "says"),
     [
         ({"kind": "rotaryquant-kv"}, "format is 'rotaryquant-kv'"),
-        ({"version": 1}, "version is 1, this package reads 2"),
+        ({"version": 1}, "version is 1, this package reads 3"),
         ({"keys": np.zeros((2, 64, 63))}, "1.keys is"),
         ({"keys": np.zeros((1, 64, 64))}, "1.keys is"),
         ({"keys": np.full((2, 64, 64), np.nan)}, "1.keys is not a symmetric matrix"),
@@ -108,9 +117,13 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
         ({"sizes": [[0, 2, 64]]}, "wanted"),
         ({"sizes": [[1, 2, 64], [0, 2, 64]]}, "ascending"),
         ({"sizes": [[0, 0, 64], [1, 2, 64]]}, "without heads"),
-        ({"sensitivity": [[1.0, float("nan")], [1.0, 1.0]]}, "negative or no number"),
-        ({"sensitivity": [[1.0, -1.0], [1.0, 1.0]]}, "negative or no number"),
-        ({"sensitivity": [[1.0, 1.0]]}, "wanted"),
+        ({"costs": np.full((2, 2, 2, 2), np.nan)}, "negative or no number"),
+        ({"costs": np.full((2, 2, 2, 2), -1.0)}, "negative or no number"),
+        ({"costs": np.ones((1, 2, 2, 2))}, "wanted"),
+        ({"costs": np.ones((2, 2, 2, 1))}, r"wanted \[n, 3\] and \[n, 2, 2, 2\]"),
+        ({"probe_bits": [3, 2]}, "probe_bits is"),
+        ({"probe_bits": []}, "probe_bits is"),
+        ({"probe_bits": 2}, "incomplete"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said(change: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -121,7 +134,7 @@ def test_what_is_wrong_in_a_file_is_said(change: dict[str, Any], says: str, tmp_
 
 @pytest.mark.parametrize("missing", ["model", "probe_bits"])
 def test_a_header_without_a_field_is_refused(missing: str, tmp_path: Path) -> None:
-    tensors = {"layers": np.array([[0, 2, 64]], np.int32), "sensitivity": np.ones((1, 2), np.float32)}
+    tensors = {"layers": np.array([[0, 2, 64]], np.int32), "costs": np.ones((1, 2, 2, 2), np.float32)}
     tensors |= {name: metric(2, 64).matrices for name in ("0.keys", "0.values")}
     header = {key: value for key, value in HEADER.items() if key != missing}
     save_file(tensors, tmp_path / "side", metadata={"format": "rotaryquant-calibration", "header": json.dumps(header)})

@@ -11,7 +11,7 @@ from rotaryquant.errors import ConfigError
 
 if TYPE_CHECKING:
     from rotaryquant.allocation import Allocation
-    from rotaryquant.formats.calibration import Calibration
+    from rotaryquant.formats.calibration import Calibration, StreamCost
 
 #: Budgets for which the report shows what the file would give.
 _BUDGETS = (2.5, 3.0, 4.0)
@@ -21,9 +21,9 @@ def run(words: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     made = common.parser(
         "calibrate",
-        "Measure what 2-bit keys and values cost in each layer, one after another, and where their errors count; write "
-        "a file by which `--kv iso3,calibration=FILE` gives every layer bits of its own at the same mean, and chooses "
-        "codes whose errors cancel where they would count.",
+        "Measure what keys and values of few bits cost in each layer, one after another, and where their errors count; "
+        "write a file by which `--kv iso3,calibration=FILE` gives every layer bits of its own at the same mean, and "
+        "chooses codes whose errors cancel where they would count.",
     )
     made.add_argument("model", metavar="MODEL", help="a model folder, a .gguf file, or org/name on the hub")
     made.add_argument(
@@ -80,33 +80,50 @@ def _show(as_json: bool, calibration: "Calibration", target: Path) -> None:
     for number, layer in enumerate(calibration.layers):
         widths = [allocation.layers[number] for allocation in found]
         rows.append(
-            [str(layer.index), f"{layer.keys:.5f}", f"{layer.values:.5f}"]
+            [str(layer.index), _nats(layer.keys), _nats(layer.values)]
             + [f"{width.key_bits} / {width.value_bits}" for width in widths]
         )
     headers = ["layer", "keys, nats", "values, nats", *(f"K / V at {budget:g} bits" for budget in _BUDGETS)]
     print_table(rows, headers, right=range(1, len(headers)))
     print(
         f"\n{calibration.tokens:,} predictions of {calibration.name}, KL divergence with the rows of one stream at "
-        f"{calibration.probe_bits} bits. Expected of all:"
+        f"{' and '.join(map(str, calibration.probe_bits))} bits; *: less where errors do not cancel. Expected of all:"
     )
     for budget, allocation in zip(_BUDGETS, found, strict=True):
         print(f"  budget={budget:g}: {allocation.expected:.5f} nats at {allocation.mean_bits:.2f} bits a value")
     print(f"\nUse it with --kv iso3,calibration={target}")
 
 
+def _nats(stream: "StreamCost") -> str:
+    """The lesser cost at each of the probes' bits, marked where that is without feedback."""
+    return " / ".join(
+        f"{min(alone, fed):.5f}{'*' if alone <= fed else ''}"
+        for alone, fed in zip(stream.alone, stream.fed, strict=True)
+    )
+
+
 def _as_json(calibration: "Calibration", found: "list[Allocation]") -> dict[str, Any]:
-    made = ("model", "name", "text", "tokens", "context", "probe_bits", "command", "metrics_digest")
-    sizes = ("index", "num_kv_heads", "width", "keys", "values")
+    made = ("model", "name", "text", "tokens", "context", "probe_bits", "command")
+    sizes = ("index", "num_kv_heads", "width")
     return {
         **{field: getattr(calibration, field) for field in made},
-        "layers": [{field: getattr(layer, field) for field in sizes} for layer in calibration.layers],
+        "layers": [
+            {field: getattr(layer, field) for field in sizes}
+            | {
+                name: {"alone": cost.alone, "fed": cost.fed}
+                for name, cost in (("keys", layer.keys), ("values", layer.values))
+            }
+            for layer in calibration.layers
+        ],
         "allocations": [
             {
                 "budget": budget,
                 "mean_bits": allocation.mean_bits,
                 "expected": allocation.expected,
+                "metrics": allocation.metrics,
                 "layers": [
                     {field: getattr(widths, field) for field in ("index", "key_bits", "value_bits")}
+                    | {"key_feedback": widths.key_metric is not None, "value_feedback": widths.value_metric is not None}
                     for widths in allocation.layers
                 ],
             }

@@ -1,14 +1,16 @@
 """What each layer's keys and values cost at few bits, measured one by one: the numbers that bits are shared out by.
 
 First the metrics by which codes are chosen (formats.feedback): of keys from the queries that meet them, of values from
-the weights that their sum goes through. Then the costs, with codes chosen so. A window's prefix is read once, exactly.
-Then, for every stream of every packed layer, its rows alone are packed at few bits and the rest of the window is read
-behind them; the KL divergence of its predictions from the exact ones is what the error of that stream costs.
-Everything else stays exact, so the costs of two streams can be compared.
+the weights that their sum goes through. Then the costs. A window's prefix is read once, exactly. Then, for every stream
+of every packed layer, its rows alone are packed at few bits and the rest of the window is read behind them; the KL
+divergence of its predictions from the exact ones is what the error of that stream costs. Everything else stays exact,
+so the costs of two streams can be compared. Each is measured at two widths, since an error at 2 bits is so large that
+its cost says little of that at 3, and with and without the metric, since not every stream gains from it.
 """
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -21,7 +23,7 @@ from rotaryquant.config import KVCacheConfig
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals.teacher_forcing import reference_logits
 from rotaryquant.evals.windows import check_plausible, windows_of
-from rotaryquant.formats.calibration import Calibration, LayerSensitivity
+from rotaryquant.formats.calibration import Calibration, LayerSensitivity, StreamCost
 from rotaryquant.formats.feedback import Metric
 from rotaryquant.formats.kv import BLOCK
 from rotaryquant.integrations.transformers.cache import PackedCache
@@ -35,7 +37,7 @@ from rotaryquant.kv.tail import packing_starts
 from rotaryquant.measuring import model_name, text_fingerprint
 
 #: Bits of the rows whose effect is measured: few, so that it stands out.
-PROBE_BITS = 2
+PROBE_BITS = (2, 3)
 #: Bits of the other stream of the layer, which is packed with it: its effect is a thousandth.
 _QUIET_BITS = 8
 #: Seconds between two lines on how far it is.
@@ -103,8 +105,9 @@ def measure(
         progress(f"the queries of {len(windows)} windows")
         moments = _query_moments(loaded, still, windows)
     metrics = {layer.index: (_metric(moments[layer.index]), _value_metric(loaded, layer)) for layer in layers}
-    sums = torch.zeros(len(layers), 2, dtype=torch.float64)
-    pace = _Pace(2 * len(layers) * len(windows), progress)
+    probes = list(itertools.product(range(2), range(2), range(len(PROBE_BITS))))  # keys or values, alone or fed, bits
+    sums = torch.zeros(len(layers), 2, 2, len(PROBE_BITS), dtype=torch.float64)
+    pace = _Pace(len(probes) * len(layers) * len(windows), progress)
     nll, count = 0.0, 0
     for number, ids in enumerate(windows):
         window, window_nll = _read(loaded, still, ids)
@@ -113,8 +116,11 @@ def measure(
             check_plausible(float(torch.tensor(nll / count).exp()), start)
         with enabled(loaded.model, still):
             for place, layer in enumerate(layers):
-                for which in range(2):
-                    sums[place, which] += _probe(loaded, window, kv, layer.index, which, metrics[layer.index])
+                for which, fed, bits in probes:
+                    metric = metrics[layer.index][which] if fed else None
+                    sums[place, which, fed, bits] += _probe(
+                        loaded, window, kv, layer.index, which, PROBE_BITS[bits], metric
+                    )
                     pace.step(f"window {number + 1} of {len(windows)}, layer {layer.index}")
     found = (sums / count).clamp_min(0.0).tolist()  # what costs nothing may come out a rounding below it
     return Calibration(
@@ -126,8 +132,14 @@ def measure(
         probe_bits=PROBE_BITS,
         command=command,
         layers=tuple(
-            LayerSensitivity(*(layer.index, layer.num_kv_heads, layer.head_dim, keys, values), *metrics[layer.index])
-            for layer, (keys, values) in zip(layers, found, strict=True)
+            LayerSensitivity(
+                *(layer.index, layer.num_kv_heads, layer.head_dim),
+                *(
+                    StreamCost(tuple(alone), tuple(fed), metric)
+                    for (alone, fed), metric in zip(costs, metrics[layer.index], strict=True)
+                ),
+            )
+            for layer, costs in zip(layers, found, strict=True)
         ),
     )
 
@@ -189,15 +201,15 @@ def _read(loaded: Loaded, still: KVCacheConfig, ids: Tensor) -> tuple[_Window, f
 
 
 def _probe(
-    loaded: Loaded, window: _Window, kv: KVCacheConfig, index: int, which: int, metrics: tuple[Metric, Metric]
+    loaded: Loaded, window: _Window, kv: KVCacheConfig, index: int, which: int, bits: int, metric: Metric | None
 ) -> float:
-    """Divergence in nats, summed over the window's predictions, with one stream at the probe's bits."""
+    """Divergence in nats, summed over the window's predictions, with one stream at few bits, its codes by a metric."""
     cache = copy.deepcopy(window.cache)
     layer = cache.packed_layer(index)
     assert layer is not None
-    bits = (PROBE_BITS, _QUIET_BITS) if which == 0 else (_QUIET_BITS, PROBE_BITS)
-    probed = dataclasses.replace(kv, key_bits=bits[0], value_bits=bits[1], quantizer="scalar", protect=False)
-    layer.reconfigure(dataclasses.replace(probed, key_metric=metrics[0], value_metric=metrics[1]))
+    key_bits, value_bits = (bits, _QUIET_BITS) if which == 0 else (_QUIET_BITS, bits)
+    probed = dataclasses.replace(kv, key_bits=key_bits, value_bits=value_bits, quantizer="scalar", protect=False)
+    layer.reconfigure(dataclasses.replace(probed, key_metric=metric, value_metric=metric))
     total, at = 0.0, 0
     with torch.inference_mode():
         for part in torch.split(window.rest, BLOCK):

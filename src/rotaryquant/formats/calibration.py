@@ -2,10 +2,9 @@
 rows, the error of codes hurts.
 
 A safetensors file, whose metadata holds a JSON header. Tensor "layers" has index, KV heads and width of each packed
-layer, "sensitivity" what its keys and its values cost, "INDEX.keys" and "INDEX.values" the metrics of layer INDEX.
+layer, "costs" what its keys and its values cost, "INDEX.keys" and "INDEX.values" the metrics of layer INDEX.
 """
 
-import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,26 +19,34 @@ from rotaryquant.formats.feedback import Metric
 from rotaryquant.formats.whole import written_whole
 
 _FORMAT = "rotaryquant-calibration"
-_VERSION = 2
+_VERSION = 3
 #: Header fields, which say how the numbers came about.
 _HEADER = ("version", "model", "name", "text", "tokens", "context", "probe_bits", "command")
 
 
 @dataclass(frozen=True)
-class LayerSensitivity:
-    """One packed layer. index: its number in the model. width: of keys and of values.
+class StreamCost:
+    """What coded rows of the keys or the values of one layer cost.
 
-    keys, values: KL divergence in nats that the model's predictions suffer where these rows alone have the probe's
-    bits. key_metric, value_metric: what the error of one row costs by its direction.
+    alone, fed: KL divergence in nats that the model's predictions suffer where these rows alone have few bits, one for
+    each of the probes' bits: with each code chosen for itself, and with errors that cancel by the metric. metric: what
+    the error of one row costs by its direction.
     """
+
+    alone: tuple[float, ...]
+    fed: tuple[float, ...]
+    metric: Metric = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class LayerSensitivity:
+    """One packed layer. index: its number in the model. width: of keys and of values."""
 
     index: int
     num_kv_heads: int
     width: int
-    keys: float
-    values: float
-    key_metric: Metric = field(compare=False, repr=False)
-    value_metric: Metric = field(compare=False, repr=False)
+    keys: StreamCost
+    values: StreamCost
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,8 @@ class Calibration:
     """All packed layers of one checkpoint.
 
     model: fingerprint of the checkpoint. name: what the model was called. text: fingerprint of the text. tokens: how
-    many predictions were compared, in windows of `context`. probe_bits: of the rows whose effect was measured.
-    command: that made the file.
+    many predictions were compared, in windows of `context`. probe_bits: of the rows whose effect was measured,
+    ascending. command: that made the file.
     """
 
     model: str
@@ -56,18 +63,9 @@ class Calibration:
     text: str
     tokens: int
     context: int
-    probe_bits: int
+    probe_bits: tuple[int, ...]
     command: str
     layers: tuple[LayerSensitivity, ...]
-
-    @property
-    def metrics_digest(self) -> str:
-        """Hash of all metrics: equal ones choose equal codes."""
-        digest = hashlib.sha256()
-        for layer in self.layers:
-            for metric in (layer.key_metric, layer.value_metric):
-                digest.update(metric.matrices.astype("<f2").tobytes())
-        return digest.hexdigest()[:16]
 
 
 def write_calibration(path: str | Path, calibration: Calibration) -> None:
@@ -76,11 +74,11 @@ def write_calibration(path: str | Path, calibration: Calibration) -> None:
     header = {name: getattr(calibration, name) for name in _HEADER if name != "version"} | {"version": _VERSION}
     tensors = {
         "layers": np.array([[x.index, x.num_kv_heads, x.width] for x in layers], dtype=np.int32),
-        "sensitivity": np.array([[x.keys, x.values] for x in layers], dtype=np.float32),
+        "costs": np.array([[(y.alone, y.fed) for y in (x.keys, x.values)] for x in layers], dtype=np.float32),
     }
     for layer in layers:
-        for which, metric in (("keys", layer.key_metric), ("values", layer.value_metric)):
-            tensors[f"{layer.index}.{which}"] = metric.matrices.astype(np.float16)
+        for which, stream in (("keys", layer.keys), ("values", layer.values)):
+            tensors[f"{layer.index}.{which}"] = stream.metric.matrices.astype(np.float16)
     with written_whole(path) as name:
         save_file(tensors, name, metadata={"format": _FORMAT, "header": json.dumps(header)})
 
@@ -105,29 +103,37 @@ def read_calibration(path: str | Path) -> Calibration:
         header: dict[str, Any] = json.loads(metadata["header"])
         if (version := header.pop("version")) != _VERSION:
             raise CalibrationError(f"calibration={path}: version is {version}, this package reads {_VERSION}; {again}")
-        return Calibration(**header, layers=_layers(tensors))
+        probes = header["probe_bits"] = tuple(map(int, header["probe_bits"]))
+        if not probes or sorted(set(probes)) != list(probes) or probes[0] < 1:
+            raise ValueError(f"probe_bits is {list(probes)}, wanted ascending numbers of bits")
+        return Calibration(**header, layers=_layers(tensors, len(probes)))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, CalibrationError):
             raise
         raise CalibrationError(f"calibration={path}: header or tensors are incomplete ({error}); {again}") from error
 
 
-def _layers(tensors: dict[str, Any]) -> tuple[LayerSensitivity, ...]:
+def _layers(tensors: dict[str, Any], probes: int) -> tuple[LayerSensitivity, ...]:
     """All layers, checked: what comes from a file decides how much is allocated later."""
-    sizes, sensitivity = tensors["layers"], tensors["sensitivity"]
-    if sizes.ndim != 2 or sizes.shape[1] != 3 or len(sizes) == 0 or sensitivity.shape != (len(sizes), 2):
-        raise ValueError(f"layers is {sizes.shape}, sensitivity {sensitivity.shape}; wanted [n, 3] and [n, 2]")
-    if not (np.isfinite(sensitivity).all() and (sensitivity >= 0).all()):
-        raise ValueError("sensitivity holds a negative or no number")
+    sizes, costs = tensors["layers"], tensors["costs"]
+    if sizes.ndim != 2 or sizes.shape[1] != 3 or len(sizes) == 0 or costs.shape != (len(sizes), 2, 2, probes):
+        raise ValueError(f"layers is {sizes.shape}, costs {costs.shape}; wanted [n, 3] and [n, 2, 2, {probes}]")
+    if not (np.isfinite(costs).all() and (costs >= 0).all()):
+        raise ValueError("costs holds a negative or no number")
     if (sizes[:, 1:] < 1).any() or (np.diff(sizes[:, 0]) < 1).any() or sizes[0, 0] < 0:
         raise ValueError("layers are not in ascending order, or are without heads or width")
+
+    def stream(index: int, heads: int, width: int, which: int) -> StreamCost:
+        alone, fed = (tuple(map(float, row)) for row in costs[index, which])
+        name = f"{sizes[index, 0]}.{('keys', 'values')[which]}"
+        return StreamCost(alone, fed, _metric(tensors, name, heads, width))
+
     return tuple(
         LayerSensitivity(
-            *(int(index), int(heads), int(width), float(keys), float(values)),
-            _metric(tensors, f"{index}.keys", int(heads), int(width)),
-            _metric(tensors, f"{index}.values", int(heads), int(width)),
+            *(int(index), int(heads), int(width)),
+            *(stream(number, int(heads), int(width), which) for which in range(2)),
         )
-        for (index, heads, width), (keys, values) in zip(sizes, sensitivity, strict=True)
+        for number, (index, heads, width) in enumerate(sizes)
     )
 
 

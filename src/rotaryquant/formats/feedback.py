@@ -24,7 +24,7 @@ Array = NDArray[np.float64]
 RIDGE = 0.5
 
 #: Codes of more bits than this are chosen alone: their error no longer matters.
-_MOST_BITS = 4
+MOST_BITS = 4
 
 #: Tables that are kept; more than the streams of any model so far.
 _KEPT = 512
@@ -50,7 +50,7 @@ def feedback_of(stream: StreamFormat, layer: int, metric: Metric) -> tuple[NDArr
     Entry [h, i, j] is what the error of column i adds to column j of a later block, 0 elsewhere. gain: expected cost of
     a row's error over what it would be without, mean over heads. Raises ValueError where the metric is of other rows.
     """
-    if stream.bits > _MOST_BITS:
+    if stream.bits > MOST_BITS:
         return None
     if metric.matrices.shape[-1] != stream.width:
         raise ValueError(

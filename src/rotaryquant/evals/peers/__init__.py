@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 from functools import cache
 
-from rotaryquant.config import PRESETS, KVCacheConfig, parse_kv
+from rotaryquant.config import PRESETS, KVCacheConfig, parse_kv, spec_name
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals.simulated import Peer, Simulation
 
@@ -54,11 +54,12 @@ def parse_spec(spec: str) -> KVCacheConfig | Simulation | None:
     )
     if not taken:
         return Simulation(peer, plain)
-    given = parse_kv(options)
+    alone = ",feedback=off" if "calibration" in taken else ""  # its codes cancel no errors: bits by what they cost so
+    given = parse_kv(f"{options}{alone}")
     assert given is not None
     changes = {key: getattr(given, key) for key in taken if key in ("sinks", "tail")}
     return Simulation(
-        peer, dataclasses.replace(plain, name=f"{name},{given.name}", allocation=given.allocation, **changes)
+        peer, dataclasses.replace(plain, name=spec_name(spec.strip()), allocation=given.allocation, **changes)
     )
 
 
