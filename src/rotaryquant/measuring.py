@@ -3,10 +3,11 @@
 import datetime
 import hashlib
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,12 +15,28 @@ import rotaryquant
 from rotaryquant.errors import ConfigError
 
 
+class Progress(Protocol):
+    """Told what is under way, and which share of all is done, 0 to 1, where that is known."""
+
+    def __call__(self, message: str, share: float | None = None) -> None:
+        """Say so."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A plot of a measurement. width, height: inches. draw: puts it into an empty matplotlib figure."""
+
+    width: float
+    height: float
+    draw: Callable[[Any], None]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Result of one measurement.
 
     data: plain values, the JSON object. headers, rows: a table of the same. lines: what else to say above it.
-    passed: False where what was measured was to be judged and does not pass.
+    passed: False where what was measured was to be judged and does not pass. picture: for `--plot`.
     """
 
     data: dict[str, Any]
@@ -27,6 +44,7 @@ class Outcome:
     rows: list[list[str]]
     lines: list[str] = field(default_factory=list)
     passed: bool = True
+    picture: Picture | None = None
 
 
 def model_name(model: str | None) -> str:

@@ -1,6 +1,7 @@
 """Sizes as people write them, tables and JSON."""
 
 import argparse
+import io
 import sys
 
 import pytest
@@ -56,3 +57,40 @@ def test_tables_on_a_terminal_honor_no_color(
 def test_json_refuses_nan() -> None:
     with pytest.raises(ValueError, match="JSON"):
         screen.print_json({"rate": float("nan")})
+
+
+class Terminal(io.StringIO):
+    """Keeps what a terminal of 100 columns would get."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal_shows_the_share_and_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    out = Terminal()
+    with screen.Waiting(out) as progress:
+        progress("reading [a]")
+        progress("window 3 of 4: iso3", 0.5)
+        progress._bar.refresh()
+        shown = out.getvalue()
+    assert "reading [a]" in shown
+    assert "50%" in shown.split("window 3 of 4: iso3")[-2]
+    assert out.getvalue()[len(shown) :].endswith("\x1b[2K")  # the line is wiped
+
+
+def test_a_message_is_a_line_away_from_a_terminal() -> None:
+    out = io.StringIO()
+    with screen.Waiting(out) as progress:
+        progress("one")
+        progress("two", 0.5)
+    assert out.getvalue() == "one\ntwo\n"
+
+
+def test_lines_do_where_rich_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    out = Terminal()
+    with screen.Waiting(out) as progress:
+        progress("one", 0.5)
+    assert out.getvalue() == "one\n"

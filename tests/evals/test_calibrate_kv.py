@@ -52,7 +52,7 @@ def measured(loaded: Loaded, kv: str = "iso3,mean=off", context: int = 600) -> C
         tokens=200,
         command="test",
         any_baseline=True,
-        progress=lambda message: None,
+        progress=lambda *_: None,
     )
 
 

@@ -135,9 +135,7 @@ def test_the_verdict_is_over_tokens_and_sets_the_exit_status(folder: Path, run: 
     status, out, _ = run(*words, "--divergence", "1e-9")
     assert status == 1
     assert "does not pass: " in out.splitlines()[0]
-    data = gate.run(
-        arguments(folder, "--tokens", "12", "--divergence", "5", "--repetition", "1"), lambda message: None
-    ).data
+    data = gate.run(arguments(folder, "--tokens", "12", "--divergence", "5", "--repetition", "1"), lambda *_: None).data
     total = sum(row["exact_tokens"] for row in data["results"])
     assert data["kld_mean"] == pytest.approx(
         sum(row["kld_mean"] * row["exact_tokens"] for row in data["results"]) / total
@@ -148,7 +146,7 @@ def test_the_verdict_is_over_tokens_and_sets_the_exit_status(folder: Path, run: 
 def test_answers_that_read_nothing_packed_are_no_verdict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "PROMPTS", (GatePrompt("short", "Hi"),))
     with pytest.raises(PathError, match="no answer was long enough to read packed rows"):
-        gate.run(arguments(folder, "--tokens", "5"), lambda message: None)
+        gate.run(arguments(folder, "--tokens", "5"), lambda *_: None)
 
 
 @pytest.mark.parametrize(

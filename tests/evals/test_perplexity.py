@@ -27,10 +27,10 @@ def arguments(module: object, folder: Path, *words: str) -> argparse.Namespace:
 
 def test_it_is_what_fidelity_measures(folder: Path) -> None:
     words = ("--kv", "iso3", "--kv", "kivi2,sinks=4", "--tokens", "500")
-    found = perplexity.run(arguments(perplexity, folder, *words, "--context", "512,1024"), lambda message: None).data
+    found = perplexity.run(arguments(perplexity, folder, *words, "--context", "512,1024"), lambda *_: None).data
     for context in (512, 1024):
         args = arguments(fidelity, folder, *words, "--context", str(context), "--any-baseline")
-        wanted = fidelity.run(args, lambda message: None).data
+        wanted = fidelity.run(args, lambda *_: None).data
         rows = {row["kv"]: row for row in found["results"] if row["context"] == context}
         assert rows["fp16"]["ppl"] == pytest.approx(wanted["ppl_ref"], rel=1e-5)
         assert rows["fp16"]["ppl_ratio"] == 1.0
@@ -41,9 +41,7 @@ def test_it_is_what_fidelity_measures(folder: Path) -> None:
 
 
 def test_the_table_has_a_column_for_each_context(folder: Path) -> None:
-    outcome = perplexity.run(
-        arguments(perplexity, folder, "--tokens", "100", "--context", "512,600"), lambda message: None
-    )
+    outcome = perplexity.run(arguments(perplexity, folder, "--tokens", "100", "--context", "512,600"), lambda *_: None)
     assert outcome.headers == ["kv", "context 512", "context 600"]
     assert [row[0] for row in outcome.rows] == ["fp16", "iso3"]
     assert all(len(row) == 3 for row in outcome.rows)
@@ -63,4 +61,4 @@ def test_the_table_has_a_column_for_each_context(folder: Path) -> None:
 )
 def test_wrong_options_are_one_clear_error(folder: Path, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        perplexity.run(arguments(perplexity, folder, *words), lambda message: None)
+        perplexity.run(arguments(perplexity, folder, *words), lambda *_: None)

@@ -1,12 +1,9 @@
 """Which cells count, when a packed cache passes, and what a report of it says."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rotaryquant.errors import ConfigError
-from rotaryquant.evals.plots import check_plot, plot_grid
 from rotaryquant.evals.retrieval import grid
 from rotaryquant.evals.retrieval.grid import Cell, fails, judged, passes, verdict_line
 from rotaryquant.evals.retrieval.questions import Score
@@ -94,39 +91,6 @@ def test_a_loss_of_many_answers_fails_and_one_of_few_does_not() -> None:
     assert [passes([one]) for one in results] == [True, True, False]
     assert results[0]["difference_low"] == results[0]["difference_high"] == 0.0
     assert results[2]["difference"] == pytest.approx(-0.04)
-
-
-def data(verdicts: list[str]) -> dict[str, Any]:
-    results = []
-    for number, verdict in enumerate(verdicts):
-        one = {**row(-0.01 * number, verdict, f"{number}%"), "kv": "iso3", "difference_high": 0.03}
-        results += [one | {"context": length, "accuracy_16bit": 0.97, "accuracy": 0.96} for length in (4096, 8192)]
-    return {"model": "tiny", "form": "chat", "contexts": [4096, 8192], "results": results}
-
-
-def test_a_picture_has_every_cell_and_says_which_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.axes import Axes
-
-    texts, hatches = [], []
-    add_text, add_patch = Axes.text, Axes.add_patch
-    monkeypatch.setattr(Axes, "text", lambda self, x, y, s, **k: (texts.append(s), add_text(self, x, y, s, **k))[1])
-    monkeypatch.setattr(Axes, "add_patch", lambda self, p: (hatches.append(p.get_hatch()), add_patch(self, p))[1])
-    path = tmp_path / "grid.png"
-    plot_grid(path, data(["counts", "not discriminating", "too few questions", "counts"]), "depth")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert len(texts) == len(hatches) == 3 * 8
-    assert hatches.count("////") == 3 * 4
-    assert texts.count("97.0") == texts.count("96.0") == 8
-    assert sum(text.endswith("\nnot discriminating") for text in texts) == 2
-    assert sum(text.endswith("\ntoo few questions") for text in texts) == 2
-    assert "+2.0\n(0.0..+3.0)" in texts
-    assert "\N{MINUS SIGN}1.0\n(\N{MINUS SIGN}3.0..+3.0)" in texts
-
-
-def test_a_picture_that_cannot_be_kept_is_refused_before_any_work(tmp_path: Path) -> None:
-    check_plot(tmp_path / "grid.png")
-    with pytest.raises(ConfigError, match="is no folder"):
-        check_plot(tmp_path / "missing" / "grid.png")
 
 
 def test_differences_are_said_in_points_with_their_sign() -> None:

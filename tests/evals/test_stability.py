@@ -37,7 +37,7 @@ def test_variation_is_deviation_over_mean() -> None:
 
 
 def test_a_model_loaded_again_says_the_same(folder: Path) -> None:
-    outcome = stability.run(arguments(folder), lambda message: None)
+    outcome = stability.run(arguments(folder), lambda *_: None)
     assert outcome.passed
     assert [row["kv"] for row in outcome.data["results"]] == ["fp16", "iso3"]
     for row in outcome.data["results"]:
@@ -66,4 +66,4 @@ def test_a_model_that_changes_does_not_pass(folder: Path, run: Run, monkeypatch:
 
 def test_too_little_to_compare_is_one_clear_error(folder: Path) -> None:
     with pytest.raises(ConfigError, match="reloads=1"):
-        stability.run(arguments(folder, "--reloads", "1"), lambda message: None)
+        stability.run(arguments(folder, "--reloads", "1"), lambda *_: None)

@@ -25,7 +25,7 @@ from rotaryquant.formats.kv import BLOCK, StreamFormat
 from rotaryquant.formats.rotation import KINDS, hadamard_factors
 from rotaryquant.kv.store import StreamStore
 from rotaryquant.kv.tail import TAIL_STEP
-from rotaryquant.measuring import Outcome
+from rotaryquant.measuring import Outcome, Progress
 from rotaryquant.ops.append_packed import append_packed
 
 #: Rows of one write: what a tail packs at a time while tokens are decoded, and a prompt in bulk.
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_common(parser, repeats=20)
 
 
-def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
+def run(args: argparse.Namespace, progress: Progress) -> Outcome:
     """Measure as the options say; progress is told what is under way.
 
     Raises ConfigError for a wrong option, and CheckError, before anything is timed, where a kernel is wrong.

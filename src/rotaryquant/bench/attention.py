@@ -21,7 +21,7 @@ from rotaryquant.bench.roofs import Work
 from rotaryquant.bench.table import benchmark_data, common_lines, micro, peer_fields, plural, span
 from rotaryquant.bench.timing import clock_for, estimate, fastest, interleaved, ratio, torch_threads
 from rotaryquant.config import KVCacheConfig
-from rotaryquant.measuring import Outcome
+from rotaryquant.measuring import Outcome, Progress
 from rotaryquant.ops.packed_attention import Options, prepare
 from rotaryquant.ops.rotate import rotate
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_common(parser, repeats=20)
 
 
-def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
+def run(args: argparse.Namespace, progress: Progress) -> Outcome:
     """Measure as the options say; progress is told what is under way.
 
     Raises ConfigError for a wrong option, and CheckError, before anything is timed, where a kernel is wrong.

@@ -5,7 +5,7 @@ model; its headline ratio is against the fastest cache that transformers has, in
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from rotaryquant.formats.kv import BLOCK
 from rotaryquant.integrations.transformers.cache import PackedCache
 from rotaryquant.integrations.transformers.checkpoints import Loaded, load_folder, model_folder
 from rotaryquant.integrations.transformers.geometry import read_geometry, text_config
-from rotaryquant.measuring import Outcome, installed, model_name, read_text
+from rotaryquant.measuring import Outcome, Progress, installed, model_name, read_text
 from rotaryquant.ops.packed_attention import packed_attention
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--llama-gguf", metavar="FILE", help="the model for llama.cpp, through llama-cpp-python")
 
 
-def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
+def run(args: argparse.Namespace, progress: Progress) -> Outcome:
     """Measure as the options say; progress is told what is under way.
 
     Raises ConfigError or ModelFileError for a wrong input, and CheckError, before anything is timed, where a kernel is
@@ -112,7 +112,7 @@ def _measure_model(
     plan: Plan,
     rows: list[dict[str, Any]],
     skipped: list[dict[str, Any]],
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> None:
     """Add the rows of one model, and the depths that it cannot have."""
     loaded = {}
@@ -170,7 +170,7 @@ def check_model(loaded: Loaded, kv: KVCacheConfig) -> str:
     return kernel
 
 
-def _take_turns(entries: Mapping[str, Entry], plan: Plan, what: str, progress: Callable[[str], None]) -> None:
+def _take_turns(entries: Mapping[str, Entry], plan: Plan, what: str, progress: Progress) -> None:
     """Windows of all runs in turn, and back in every other round; seconds a token are kept with each."""
     clock = clock_for(plan.threads)
     for number in range(plan.pairs):

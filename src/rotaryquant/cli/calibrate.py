@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rotaryquant.cli import common
 from rotaryquant.cli.measurements import command_line
-from rotaryquant.cli.screen import note, print_json, print_table
+from rotaryquant.cli.screen import Waiting, print_json, print_table
 from rotaryquant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,16 +51,17 @@ def run(words: Sequence[str]) -> int:
     if not target.absolute().parent.is_dir() or target.is_dir():
         raise ConfigError(f"--output {target}: wanted a file in a folder that exists")
     text = read_text(Path(args.text))
-    calibration = calibrate_kv.measure(
-        load_model(args.model, args.dtype, args.threads, args.device),
-        kv,
-        text,
-        context=args.context,
-        tokens=args.tokens,
-        command=command_line("calibrate", words),
-        any_baseline=args.any_baseline,
-        progress=note,
-    )
+    with Waiting() as progress:
+        calibration = calibrate_kv.measure(
+            load_model(args.model, args.dtype, args.threads, args.device),
+            kv,
+            text,
+            context=args.context,
+            tokens=args.tokens,
+            command=command_line("calibrate", words),
+            any_baseline=args.any_baseline,
+            progress=progress,
+        )
     try:
         write_calibration(target, calibration)
     except OSError as error:

@@ -24,6 +24,7 @@ EVAL = Kind(
         _HARNESS: "tasks of lm-evaluation-harness: options of `lm-eval run`, the model is set",
     },
     text_columns=1,
+    pictures=True,
 )
 
 

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rotaryquant.cli import common
-from rotaryquant.cli.screen import note, print_json, print_table
+from rotaryquant.cli.screen import Waiting, print_json, print_table
 from rotaryquant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class Kind:
     """One of the two commands.
 
     command: its name. package: of the modules. noun: what one of them is. names: module → line for the help.
-    text_columns: columns of a table, from the left, that hold words.
+    text_columns: columns of a table, from the left, that hold words. pictures: whether they draw (`--plot`).
     """
 
     command: str
@@ -30,6 +30,7 @@ class Kind:
     noun: str
     names: Mapping[str, str]
     text_columns: int = 0
+    pictures: bool = False
 
     def usage(self) -> str:
         """The help of the command itself."""
@@ -51,14 +52,26 @@ class Kind:
         module = importlib.import_module(f"{self.package}.{name}")
         made = common.parser(f"{self.command} {name}", self.names[name])
         made.add_argument("-o", "--output", metavar="PREFIX", help="also write PREFIX.json and PREFIX.md")
+        if self.pictures:
+            made.add_argument("--plot", metavar="FILE.png", help="draw it")
         module.add_arguments(made)
         args = made.parse_args(list(words[1:]))
-        if args.output is not None and not Path(args.output).absolute().parent.is_dir():
-            raise ConfigError(f"--output {args.output}: {Path(args.output).parent} is no folder")
-        outcome: Outcome = module.run(args, note)
+        plot = Path(args.plot) if self.pictures and args.plot is not None else None
+        for option, path in (("--output", args.output), ("--plot", plot)):
+            if path is not None and not Path(path).absolute().parent.is_dir():
+                raise ConfigError(f"{option} {path}: {Path(path).parent} is no folder")
+        if plot is not None:
+            _figure(plot, 1.0, 1.0)  # better to hear of it before hours of work than behind them
+        with Waiting() as progress:
+            outcome: Outcome = module.run(args, progress)
         outcome.data["command"] = command_line(self.command, words)
         if args.output is not None:
             _write(args.output, outcome)
+        if plot is not None:
+            assert outcome.picture is not None, f"{name} draws nothing"
+            figure = _figure(plot, outcome.picture.width, outcome.picture.height)
+            outcome.picture.draw(figure)
+            figure.savefig(plot)
         if args.json:
             print_json(outcome.data)
         else:
@@ -86,6 +99,21 @@ def _without_folder(part: str) -> str:
     """A path, or an option with one as its value, by its last part; anything else as it is."""
     option, equals, value = part.rpartition("=")
     return f"{option}{equals}{Path(value).name if Path(value).exists() else value}"
+
+
+def _figure(path: Path, width: float, height: float) -> Any:
+    """An empty figure, inches. Raises ConfigError where matplotlib is not installed or does not write such files."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"--plot {path}: matplotlib is not installed ({error}); pip install 'rotaryquant[eval]'"
+        ) from error
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise ConfigError(f"--plot {path}: wanted a file whose name ends in .png, .svg or .pdf")
+    return figure
 
 
 def _write(prefix: str, outcome: "Outcome") -> None:

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from rotaryquant import env
 
@@ -18,6 +18,46 @@ def print_json(data: dict[str, Any]) -> None:
 def note(message: str) -> None:
     """A line for the person who waits, on stderr."""
     print(message, file=sys.stderr, flush=True)
+
+
+class Waiting:
+    """How far a long command is, for the person who waits: a bar on a terminal, elsewhere a line for each message.
+
+    A context manager, which wipes the bar. Calls are those of `measuring.Progress`.
+    """
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = file or sys.stderr
+        self._bar: Any = _new_bar(self._file) if self._file.isatty() else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, message: str, share: float | None = None) -> None:
+        """Say what is under way, and draw the share of all that is done."""
+        if self._bar is None:
+            print(message, file=self._file, flush=True)
+            return
+        if not self._bar.task_ids:
+            self._bar.add_task(message, total=1.0)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], description=message, completed=share)
+
+
+def _new_bar(file: TextIO) -> Any:
+    """A bar that nothing is on yet, or None where rich is not installed (it is for looks alone)."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    except ImportError:
+        return None
+    said = TextColumn("{task.description}", markup=False)  # brackets are no markup
+    console = Console(file=file, no_color=not env.color_allowed())
+    return Progress(TaskProgressColumn(), BarColumn(24), TimeRemainingColumn(), said, console=console, transient=True)
 
 
 def print_table(

@@ -6,7 +6,7 @@ SO(4) blocks are worth that are learned instead of random.
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from rotaryquant.errors import ConfigError
 from rotaryquant.evals import fidelity
 from rotaryquant.evals.facts import CALIBRATION_TOKENS, collect
 from rotaryquant.evals.learned_rotation import LearnedRotations, code_errors, learn, require_learnable
+from rotaryquant.evals.plots import ablation_picture
 from rotaryquant.evals.statistics import mean_interval
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.geometry import read_geometry, text_config
 from rotaryquant.integrations.transformers.rope import slow_coordinates
-from rotaryquant.measuring import Outcome, read_text
+from rotaryquant.measuring import Outcome, Progress, read_text
 
 #: Part → what takes its place. Options of the base that equal a change are left out.
 CHANGES: dict[str, tuple[str, ...]] = {
@@ -76,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
+def run(args: argparse.Namespace, progress: Progress) -> Outcome:
     """Measure as the options say; progress is told what is under way.
 
     Raises RotaryQuantError with one clear line for a wrong input.
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
 
 
 def _calibrated(
-    loaded: Loaded, text: str, configs: Mapping[str, KVCacheConfig], base: str, progress: Callable[[str], None]
+    loaded: Loaded, text: str, configs: Mapping[str, KVCacheConfig], base: str, progress: Progress
 ) -> tuple[LearnedRotations, dict[str, dict[str, float]], dict[str, Any]]:
     """Learned blocks for the base; the expected errors of its codes, of each change and of those blocks; and what
     random blocks do to them over several seeds.
@@ -179,7 +180,7 @@ def _outcome(data: dict[str, Any]) -> Outcome:
     ):
         if spec in named:
             lines.append(f"{what}: {_verdict(named[spec])}")
-    return Outcome(data, headers, rows, lines)
+    return Outcome(data, headers, rows, lines, picture=ablation_picture(data))
 
 
 def _verdict(row: dict[str, Any]) -> str:

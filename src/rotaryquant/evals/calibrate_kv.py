@@ -11,7 +11,6 @@ its cost says little of that at 3, and with and without the metric, since not ev
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -34,7 +33,7 @@ from rotaryquant.integrations.transformers.geometry import LayerGeometry, text_c
 from rotaryquant.integrations.transformers.output_projection import output_projection
 from rotaryquant.kv.packed import PackedLayer
 from rotaryquant.kv.tail import packing_starts
-from rotaryquant.measuring import model_name, text_fingerprint
+from rotaryquant.measuring import Progress, model_name, text_fingerprint
 
 #: Bits of the rows whose effect is measured: few, so that it stands out.
 PROBE_BITS = (2, 3)
@@ -49,7 +48,7 @@ _ALL = 1 << 30
 class _Pace:
     """Says now and then how far a long measurement is and how long it will still take. total: steps it has."""
 
-    def __init__(self, total: int, progress: Callable[[str], None]) -> None:
+    def __init__(self, total: int, progress: Progress) -> None:
         self._total, self._progress = total, progress
         self._done, self._begin, self._said = 0, perf_counter(), 0.0
 
@@ -60,7 +59,8 @@ class _Pace:
         if spent - self._said >= _SAY_EVERY or self._done == self._total:
             self._said = spent
             left = spent / self._done * (self._total - self._done)
-            self._progress(f"{what}: {self._done} of {self._total} probes, about {left:.0f} s left")
+            share = self._done / self._total
+            self._progress(f"{what}: {self._done} of {self._total} probes, about {left:.0f} s left", share)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def measure(
     tokens: int,
     command: str,
     any_baseline: bool = False,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> Calibration:
     """Sensitivities of a model's packable layers.
 

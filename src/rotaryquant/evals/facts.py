@@ -5,7 +5,7 @@ A layer that records stands in for a packed one, so that it sees exactly what a 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from rotaryquant.integrations.transformers.enable import enabled
 from rotaryquant.integrations.transformers.geometry import read_geometry, text_config
 from rotaryquant.integrations.transformers.undo_rope import KeyRope, key_ropes
 from rotaryquant.kv.packed import PackedLayer
-from rotaryquant.measuring import read_text
+from rotaryquant.measuring import Progress, read_text
 
 #: Everything stays exact: the newest tokens are all tokens.
 _EXACT = KVCacheConfig("calibration", sinks=0, tail=1 << 30, mean=False, correct=0.0, protect=False)
@@ -164,7 +164,7 @@ def calibrated(
     specs: Mapping[str, KVCacheConfig | Variant | None],
     calibration: str | None,
     scored: str,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> Mapping[str, KVCacheConfig | Variant | None]:
     """The same with what calibrated peers are told. scored: the text that is evaluated, which must not be that one.
 

@@ -21,6 +21,7 @@ from rotaryquant.errors import ConfigError
 from rotaryquant.evals.facts import calibrated
 from rotaryquant.evals.inputs import add_model_arguments, load_model
 from rotaryquant.evals.peers import parse_specs
+from rotaryquant.evals.plots import divergence_picture
 from rotaryquant.evals.simulated import Variant, new_cache
 from rotaryquant.evals.statistics import mean_interval, ratio_interval
 from rotaryquant.evals.teacher_forcing import Chunk, packed_chunks, reference_logits, stock_chunks
@@ -31,7 +32,7 @@ from rotaryquant.integrations.transformers.enable import enabled
 from rotaryquant.integrations.transformers.report import layer_bits
 from rotaryquant.integrations.transformers.tokens import encode_text
 from rotaryquant.kv import accounting, heap
-from rotaryquant.measuring import Outcome, model_name, provenance, read_text, text_fingerprint
+from rotaryquant.measuring import Outcome, Picture, Progress, model_name, provenance, read_text, text_fingerprint
 from rotaryquant.ops import dispatch
 
 
@@ -77,7 +78,7 @@ def measure(
     specs: Mapping[str, KVCacheConfig | Variant | None],
     windows: list[Tensor],
     reference: Loaded | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
     prefix: int | None = None,
 ) -> tuple[list[float], dict[str, Scores]]:
     """Reference negative log-likelihood of each window, and the scores of each configuration.
@@ -93,9 +94,10 @@ def measure(
         first = len(ids) // 2 if prefix is None else prefix
         exact = reference_logits((reference or loaded).model, ids, first).log_softmax(-1)
         exact_nll.append(-float(exact.gather(1, ids[first + 1 :, None]).double().sum()))
-        for name, kv in specs.items():
+        for place, (name, kv) in enumerate(specs.items()):
             if progress is not None:
-                progress(f"window {number + 1} of {len(windows)}: {name}")
+                share = (number + place / len(specs)) / len(windows)
+                progress(f"window {number + 1} of {len(windows)}: {name}", share)
             if kv is None:
                 scores[name].add(stock_chunks(model, ids, first), exact, ids, first)
                 scores[name].bits = dict.fromkeys(("bits_per_value", "bits_worst", "bits_all_layers"), 16.0)
@@ -166,7 +168,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefix", type=int, metavar="N", help="tokens before the scored ones (default: half a window)"
     )
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the divergence over the position in the window")
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ class Measured:
 def measure_text(
     args: argparse.Namespace,
     specs: Mapping[str, KVCacheConfig | Variant | None],
-    progress: Callable[[str], None],
+    progress: Progress,
     reference: str | None = None,
     calibration: str | None = None,
     prepare: Callable[[Loaded], Mapping[str, Variant]] | None = None,
@@ -259,7 +260,7 @@ def _check_held_out(specs: Mapping[str, KVCacheConfig | Variant | None], text: s
             raise ConfigError(f"kv={name}: calibrated on the text that is scored; use another")
 
 
-def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
+def run(args: argparse.Namespace, progress: Progress) -> Outcome:
     """Measure as the options say; progress is told what is under way.
 
     Raises RotaryQuantError with one clear line for a wrong input.
@@ -278,14 +279,10 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     data: dict[str, Any] = {**measured.about, "results": results}
     if len(results) == 1:
         data |= results[0]
-    if args.plot:
-        from rotaryquant.evals.plots import plot_divergence
-
-        plot_divergence(Path(args.plot), {name: one.divergence for name, one in measured.scores.items()}, data)
-    return _outcome(data)
+    return _outcome(data, divergence_picture({name: one.divergence for name, one in measured.scores.items()}, data))
 
 
-def _outcome(data: dict[str, Any]) -> Outcome:
+def _outcome(data: dict[str, Any], picture: Picture) -> Outcome:
     headers = ["kv", "ppl_ratio", "95% interval", "kld_mean", "kld_p999", "top1", "bits", "worst", "packed reads"]
     rows = []
     for row in data["results"]:
@@ -315,4 +312,4 @@ def _outcome(data: dict[str, Any]) -> Outcome:
                 f"{row['kv']} against {other['kv']}: ppl ratio {other['ratio']:.4f} "
                 f"(95% {other['low']:.4f}..{other['high']:.4f})"
             )
-    return Outcome(data, headers, rows, lines)
+    return Outcome(data, headers, rows, lines, picture=picture)

@@ -8,7 +8,7 @@ next: the 16-bit answer is read back through the packed cache, and its mean KL d
 import argparse
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from rotaryquant.config import KVCacheConfig, spec_name
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals.inputs import add_model_arguments, ids_tensor, load_model
 from rotaryquant.evals.peers import parse_spec
+from rotaryquant.evals.plots import gate_picture
 from rotaryquant.evals.prompts import PROMPTS, GatePrompt
 from rotaryquant.evals.simulated import Simulation, new_cache
 from rotaryquant.evals.teacher_forcing import PathError, packed_chunks, reference_logits
@@ -26,7 +27,7 @@ from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.enable import enabled
 from rotaryquant.integrations.transformers.session import Session
 from rotaryquant.integrations.transformers.tokens import chat_prompt, raw_prompt
-from rotaryquant.measuring import Outcome, model_name, provenance
+from rotaryquant.measuring import Outcome, Progress, model_name, provenance
 
 _GRAM = 4
 _FENCE = re.compile(r"^```(?:json)?\s*\n(.*?)\n?```\s*$", re.DOTALL)
@@ -149,7 +150,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
+def run(args: argparse.Namespace, progress: Progress) -> Outcome:
     """Judge as the options say; progress is told what is under way. The outcome says whether all passed.
 
     Raises RotaryQuantError with one clear line for a wrong input.
@@ -166,7 +167,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     loaded = load_model(args.model, args.dtype, args.threads, args.device)
     rows = []
     for number, prompt in enumerate(PROMPTS):
-        progress(f"prompt {number + 1} of {len(PROMPTS)}: {prompt.name}")
+        progress(f"prompt {number + 1} of {len(PROMPTS)}: {prompt.name}", number / len(PROMPTS))
         rows.append(one_prompt(loaded, prompt, kv, args.tokens, limits))
     if not any(row["packed_reads"] for row in rows):
         raise PathError(f"no answer was long enough to read packed rows ({args.tokens} tokens); raise --tokens")
@@ -254,4 +255,4 @@ def _outcome(data: dict[str, Any]) -> Outcome:
         f"{data['model']}, kv={data['kv']}: {verdict}",
         f"over all answers: kld_mean {data['kld_mean']:.4f}, top1 {data['top1']:.4f} (16-bit answers read back)",
     ]
-    return Outcome(data, headers, rows, lines, passed=data["passed"])
+    return Outcome(data, headers, rows, lines, data["passed"], gate_picture(data))

@@ -5,12 +5,11 @@ and an answer counts only if it is exactly the number.
 """
 
 import argparse
-from collections.abc import Callable
 
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals.retrieval.measure import add_grid_arguments, numbers_of, run_grid
 from rotaryquant.evals.retrieval.tasks import needles
-from rotaryquant.measuring import Outcome
+from rotaryquant.measuring import Outcome, Progress
 
 #: What `--depths paper` stands for: four facts in the middle.
 _PAPER_DEPTHS, _PAPER_NEEDLES = "50", 4
@@ -29,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
+def run(args: argparse.Namespace, progress: Progress) -> Outcome:
     """Ask as the options say, through 16 bits and each packed cache; progress is told what is under way.
 
     Raises RotaryQuantError with one clear line for a wrong input.

@@ -6,7 +6,7 @@ first half of each window is packed before the second is scored, and every score
 
 import argparse
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ from rotaryquant.config import KVCacheConfig
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals.inputs import add_model_arguments, load_model
 from rotaryquant.evals.peers import parse_specs
+from rotaryquant.evals.plots import perplexity_picture
 from rotaryquant.evals.simulated import Simulation, new_cache
 from rotaryquant.evals.teacher_forcing import Chunk, packed_chunks, stock_chunks
 from rotaryquant.evals.windows import windows_of
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.enable import enabled
-from rotaryquant.measuring import Outcome, model_name, provenance, read_text
+from rotaryquant.measuring import Outcome, Progress, model_name, provenance, read_text
 
 
 def nll(chunks: Iterable[Chunk], ids: Tensor) -> float:
@@ -67,7 +68,7 @@ def contexts_of(text: str) -> list[int]:
     return found
 
 
-def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
+def run(args: argparse.Namespace, progress: Progress) -> Outcome:
     """Measure as the options say; progress is told what is under way.
 
     Raises RotaryQuantError with one clear line for a wrong input.
@@ -80,13 +81,15 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     loaded = load_model(args.model, args.dtype, args.threads, args.device)
     windows = {context: windows_of(loaded, text, context, args.tokens) for context in contexts}
     results: list[dict[str, Any]] = []
+    done, steps = 0, len(specs) * sum(len(parts) for parts, _ in windows.values())
     for context, (parts, _) in windows.items():
         scored = sum(len(ids) - 1 - len(ids) // 2 for ids in parts)
         exact = math.nan
         for name, kv in specs.items():
             total = 0.0
             for number, ids in enumerate(parts):
-                progress(f"context {context:,}, window {number + 1} of {len(parts)}: {name}")
+                progress(f"context {context:,}, window {number + 1} of {len(parts)}: {name}", done / steps)
+                done += 1
                 total += window_nll(loaded, kv, ids)
             ppl = math.exp(total / scored)
             exact = ppl if kv is None else exact
@@ -109,4 +112,5 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
         rows.append([name, *(f"{row['ppl']:.3f} ({row['ppl_ratio']:.4f})" for row in cells)])
     counts = ", ".join(f"{row['tokens']:,} at {row['context']:,}" for row in results if row["kv"] == "fp16")
     lines = [f"{data['model']}, {data['text']}: perplexity (over the 16-bit cache's); scored positions: {counts}"]
-    return Outcome(data, ["kv", *(f"context {context:,}" for context in contexts)], rows, lines)
+    headers = ["kv", *(f"context {context:,}" for context in contexts)]
+    return Outcome(data, headers, rows, lines, picture=perplexity_picture(data))

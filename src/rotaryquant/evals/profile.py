@@ -5,7 +5,7 @@ The advice is the paper's: packing pays where attention takes more than a fifth 
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -14,11 +14,12 @@ from torch import nn
 from rotaryquant.config import KVCacheConfig, parse_kv, spec_name
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals.inputs import add_model_arguments, load_model
+from rotaryquant.evals.plots import profile_picture
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.enable import enabled
 from rotaryquant.integrations.transformers.geometry import text_config
 from rotaryquant.integrations.transformers.session import Session
-from rotaryquant.measuring import Outcome, model_name, provenance
+from rotaryquant.measuring import Outcome, Progress, model_name, provenance
 
 #: Share of a step above which packing pays (paper, "when KV compression pays off").
 PAYS_ABOVE = 0.2
@@ -81,7 +82,7 @@ def watched(model: nn.Module) -> Iterator[_Watch]:
 
 
 def measure(
-    loaded: Loaded, ids: list[int], specs: Mapping[str, KVCacheConfig | None], steps: int
+    loaded: Loaded, ids: list[int], specs: Mapping[str, KVCacheConfig | None], steps: int, progress: Progress
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of a step after a prompt and of its parts, for each cache: of `steps` greedy ones, which the caches
     take in turns, the one in the middle by time. One step before them is not timed. The parts add up to the step.
@@ -96,7 +97,8 @@ def measure(
             tokens[name] = int(sessions[name].step(int(logits.argmax())).argmax())
     found: dict[str, list[tuple[float, dict[str, float]]]] = {name: [] for name in specs}
     with watched(loaded.model) as watch:
-        for _ in range(steps):
+        for number in range(steps):
+            progress(f"step {number + 1} of {steps} after {len(ids):,} tokens", number / steps)
             for name, kv in specs.items():
                 with enabled(loaded.model, kv) if kv is not None else nullcontext():
                     watch.spent.clear()
@@ -131,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=32, metavar="N", help="steps timed (default 32)")
 
 
-def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
+def run(args: argparse.Namespace, progress: Progress) -> Outcome:
     """Profile as the options say; progress is told what is under way.
 
     Raises RotaryQuantError with one clear line for a wrong input.
@@ -151,7 +153,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(text_config(loaded.model).vocab_size, (args.context,), generator=generator).tolist()
     progress(f"{args.context:,} tokens, then {args.steps} steps with each cache in turns")
-    found = measure(loaded, ids, {"fp16": None, name: kv}, args.steps)
+    found = measure(loaded, ids, {"fp16": None, name: kv}, args.steps, progress)
     data = {
         **provenance(args.device),
         "model": model_name(args.model),
@@ -167,4 +169,5 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
         [name, f"{times['step']:.1f}", *(f"{times[part]:.1f} ({times[part] / times['step']:.0%})" for part in _PARTS)]
         for name, times in found.items()
     ]
-    return Outcome(data, ["kv", "step ms", *_PARTS], rows, [f"{data['model']}: {data['advice']}"])
+    lines = [f"{data['model']}: {data['advice']}"]
+    return Outcome(data, ["kv", "step ms", *_PARTS], rows, lines, picture=profile_picture(data, _PARTS))

@@ -4,12 +4,11 @@ The context is packed first, the same questions go through 16 bits, and only exa
 """
 
 import argparse
-from collections.abc import Callable
 
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals.retrieval.measure import add_grid_arguments, run_grid
 from rotaryquant.evals.retrieval.tasks import TASKS
-from rotaryquant.measuring import Outcome
+from rotaryquant.measuring import Outcome, Progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", metavar="LIST", default=",".join(TASKS), help=f"default {','.join(TASKS)}")
 
 
-def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
+def run(args: argparse.Namespace, progress: Progress) -> Outcome:
     """Ask as the options say, through 16 bits and each packed cache; progress is told what is under way.
 
     Raises RotaryQuantError with one clear line for a wrong input.

@@ -8,7 +8,6 @@ import argparse
 import os
 import random
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from rotaryquant.config import KVCacheConfig, parse_kv, spec_name
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals.inputs import add_model_arguments, load_model
 from rotaryquant.evals.perplexity import nll
+from rotaryquant.evals.plots import soak_picture
 from rotaryquant.evals.teacher_forcing import packed_chunks, stock_chunks
 from rotaryquant.evals.windows import windows_of
 from rotaryquant.integrations.transformers.checkpoints import Loaded
@@ -28,12 +28,14 @@ from rotaryquant.integrations.transformers.enable import EnabledModel, enabled
 from rotaryquant.integrations.transformers.geometry import text_config
 from rotaryquant.integrations.transformers.session import Session
 from rotaryquant.integrations.transformers.tokens import encode_text
-from rotaryquant.measuring import Outcome, model_name, provenance, read_text
+from rotaryquant.measuring import Outcome, Progress, model_name, provenance, read_text
 
 #: Share of the time that counts as warm-up, before memory is watched.
 _WARM_UP = 0.2
 _PROBE_TOKENS, _PROBE_EVERY = 512, 10
 _ANSWER = 48
+#: Samples of memory that a report keeps.
+_DRAWN = 500
 #: Below this many seconds a slope is noise: it is told, not judged.
 _JUDGED_FROM = 1800.0
 
@@ -61,6 +63,12 @@ def slope_per_hour(seconds: list[float], megabytes: list[float]) -> float:
         return 0.0
     x, y = np.array(kept).T
     return float(np.polyfit(x / 3600, y, 1)[0])
+
+
+def thinned(samples: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most `_DRAWN` of the samples, from the first on at equal distances, rounded for a report."""
+    step = -(-len(samples) // _DRAWN) or 1
+    return [(round(at, 1), round(size, 1)) for at, size in samples[::step]]
 
 
 class Talk:
@@ -98,7 +106,7 @@ class Talk:
 
 
 def measure(
-    loaded: Loaded, kv: KVCacheConfig | None, text: str, seconds: float, longest: int, progress: Callable[[str], None]
+    loaded: Loaded, kv: KVCacheConfig | None, text: str, seconds: float, longest: int, progress: Progress
 ) -> dict[str, Any]:
     """Talk for so long; what was seen."""
     probe = windows_of(loaded, text, _PROBE_TOKENS, 1)[0][0]
@@ -128,7 +136,8 @@ def measure(
                 on_device.append((now - begin, held))
             if now - said > 30:
                 said = now
-                progress(f"{now - begin:,.0f} of {seconds:,.0f} s, {rounds} rounds, {len(failures)} failures")
+                passed = f"{now - begin:,.0f} of {seconds:,.0f} s"
+                progress(f"{passed}, {rounds} rounds, {len(failures)} failures", min(1.0, (now - begin) / seconds))
     times, sizes = [at for at, _ in sampled], [size for _, size in sampled]
     return {
         "seconds": time.monotonic() - begin,
@@ -138,6 +147,9 @@ def measure(
         "failures": failures,
         "probes": len(probes),
         "drift": max(abs(one - probes[0]) for one in probes) / abs(probes[0]),
+        "warm_up_s": _WARM_UP * (time.monotonic() - begin),
+        "rss_mb": thinned(sampled),
+        "device_mb": thinned(on_device),
         "rss_mb_after_warm_up": next((s for t, s in sampled if t >= _WARM_UP * times[-1]), None),
         "rss_mb_end": sizes[-1] if sizes else None,
         "rss_mb_most": max(sizes, default=None),
@@ -165,7 +177,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slope", type=float, default=1.0, metavar="MB", help="growth an hour at most (default 1)")
 
 
-def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
+def run(args: argparse.Namespace, progress: Progress) -> Outcome:
     """Soak as the options say; progress is told what is under way. It passes without failures, drift and, over half an
     hour or more, growth of memory.
 
@@ -225,6 +237,5 @@ def _outcome(data: dict[str, Any]) -> Outcome:
         rows.append(["MB on the device at the end", megabytes(data["device_mb_end"])])
         rows.append(["MB on the device an hour", megabytes(data["device_slope_mb_per_hour"])])
     verdict = "; ".join(data["reasons"]) or "passes"
-    return Outcome(
-        data, ["", "seen"], rows, [f"{data['model']}, kv={data['kv']}: {verdict}"], passed=not data["reasons"]
-    )
+    lines = [f"{data['model']}, kv={data['kv']}: {verdict}"]
+    return Outcome(data, ["", "seen"], rows, lines, not data["reasons"], soak_picture(data))

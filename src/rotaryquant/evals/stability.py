@@ -9,7 +9,6 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,12 @@ from rotaryquant.config import KVCacheConfig, parse_kv, spec_name
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals import inputs
 from rotaryquant.evals.perplexity import window_nll
+from rotaryquant.evals.plots import stability_picture
 from rotaryquant.evals.windows import windows_of
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.enable import enabled
 from rotaryquant.integrations.transformers.session import Session
-from rotaryquant.measuring import Outcome, model_name, provenance, read_text
+from rotaryquant.measuring import Outcome, Progress, model_name, provenance, read_text
 
 
 def variation(values: list[float]) -> float:
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=64, metavar="N", help="tokens decoded for speed (default 64)")
 
 
-def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
+def run(args: argparse.Namespace, progress: Progress) -> Outcome:
     """Measure as the options say; progress is told what is under way. It passes where no answer changes.
 
     Raises RotaryQuantError with one clear line for a wrong input.
@@ -71,12 +71,13 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> Outcome:
     text = read_text(Path(args.text))
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
     for number in range(args.reloads):
-        progress(f"load {number + 1} of {args.reloads}")
+        progress(f"load {number + 1} of {args.reloads}", number / args.reloads)
         loaded = inputs.load_model(args.model, args.dtype, args.threads, args.device)
         windows, _ = windows_of(loaded, text, args.context, args.tokens)
         scored = sum(len(ids) - 1 - len(ids) // 2 for ids in windows)
-        for name, kv in specs.items():
-            progress(f"load {number + 1} of {args.reloads}: kv={name}")
+        for place, (name, kv) in enumerate(specs.items()):
+            share = (number + place / len(specs)) / args.reloads
+            progress(f"load {number + 1} of {args.reloads}: kv={name}", share)
             ppl = math.exp(sum(window_nll(loaded, kv, ids) for ids in windows) / scored)
             speed, said = decode(loaded, kv, windows[0][: args.context // 2], args.steps)
             found[name].append({"ppl": ppl, "tokens_per_s": speed, "said": said})
@@ -114,4 +115,5 @@ def _outcome(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -
     ]
     headers = ["kv", "ppl", "variation", "tokens/s", "variation", "same answers"]
     lines = [f"{data['model']}: {args.reloads} full reloads, {args.steps} tokens decoded after {args.context // 2:,}"]
-    return Outcome(data, headers, rows, lines, passed=all(row["same_tokens"] for row in results))
+    same = all(row["same_tokens"] for row in results)
+    return Outcome(data, headers, rows, lines, same, stability_picture(data))

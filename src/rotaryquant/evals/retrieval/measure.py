@@ -5,7 +5,7 @@ import itertools
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from rotaryquant.config import KVCacheConfig
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals.inputs import add_model_arguments, load_model
 from rotaryquant.evals.peers import parse_specs
-from rotaryquant.evals.plots import check_plot, plot_grid
+from rotaryquant.evals.plots import grid_picture
 from rotaryquant.evals.retrieval import grid
 from rotaryquant.evals.retrieval.answers import ask
 from rotaryquant.evals.retrieval.contexts import Context, Filler, build_context, check_length
@@ -25,7 +25,7 @@ from rotaryquant.evals.retrieval.tasks import Task
 from rotaryquant.evals.simulated import Simulation
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.kv.accounting import LayerBits, bits_per_value
-from rotaryquant.measuring import Outcome, model_name, provenance, read_text
+from rotaryquant.measuring import Outcome, Progress, model_name, provenance, read_text
 
 _LEAST_CONTEXT = 512
 
@@ -88,7 +88,6 @@ def add_grid_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="questions answered at once (default 8)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of names, values, places and filler")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the grid")
 
 
 def numbers_of(option: str, text: str, low: int, high: int | None = None) -> list[int]:
@@ -102,7 +101,7 @@ def numbers_of(option: str, text: str, low: int, high: int | None = None) -> lis
     return sorted(found)
 
 
-def run_grid(args: argparse.Namespace, progress: Callable[[str], None], tasks: Mapping[str, Task], row: str) -> Outcome:
+def run_grid(args: argparse.Namespace, progress: Progress, tasks: Mapping[str, Task], row: str) -> Outcome:
     """Ask what `tasks` draw at every context, compare and judge. row: what the grid's rows are called.
 
     Raises RotaryQuantError with one clear line for a wrong input.
@@ -113,8 +112,6 @@ def run_grid(args: argparse.Namespace, progress: Callable[[str], None], tasks: M
         raise ConfigError("--kv fp16: the 16-bit cache is what others are compared with; name those")
     if args.questions < 1 or args.batch < 1:
         raise ConfigError(f"questions={args.questions}, batch={args.batch}: need at least 1 of each")
-    if args.plot:
-        check_plot(Path(args.plot))
     text = read_text(Path(args.text))
     loaded = load_model(args.model, args.dtype, args.threads, args.device)
     check_length(loaded, contexts)
@@ -129,14 +126,15 @@ def measure(
     tasks: Mapping[str, Task],
     contexts: Sequence[int],
     questions: int,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> Measured:
     """Ask what the tasks draw in contexts of each length, until every row has at least `questions`.
 
     A context is seeded by its task, length and number alone: other tasks and lengths beside it change nothing.
     """
     measured = Measured()
-    for length, (name, task) in itertools.product(contexts, tasks.items()):
+    parts = list(itertools.product(contexts, tasks.items()))
+    for part, (length, (name, task)) in enumerate(parts):
         number = least = 0
         while least < questions:
             rng = random.Random(f"{setting.seed}/{name}/{length}/{number}")  # noqa: S311 - a reproducible draw
@@ -144,8 +142,10 @@ def measure(
             start = rng.randrange(len(setting.filler.sentences))
             context = build_context(setting.loaded, setting.form, setting.filler, draft, length, start)
             each = min(Counter(question.row for question in draft.questions).values())
-            for kv_name in ("fp16", *setting.specs):
-                progress(f"{name} at {length:,}, context {number + 1} of {-(-questions // each)}: {kv_name}")
+            caches, of = ("fp16", *setting.specs), -(-questions // each)
+            for place, kv_name in enumerate(caches):
+                share = (part + (number + place / len(caches)) / of) / len(parts)
+                progress(f"{name} at {length:,}, context {number + 1} of {of}: {kv_name}", min(1.0, share))
                 measured.ask(setting, context, length, number, kv_name)
             number, least = number + 1, least + each
     return measured
@@ -184,7 +184,5 @@ def _outcome(
         *measured.summaries.values(),
         f"seconds per question, its share of reading the context included: {seconds}",
     ]
-    if args.plot:
-        plot_grid(Path(args.plot), data, row)
     headers, rows = grid.table(results, row)
-    return Outcome(data, headers, rows, lines, passed=data["passed"])
+    return Outcome(data, headers, rows, lines, data["passed"], grid_picture(data, row))
