@@ -131,7 +131,9 @@ PRESETS: dict[str, KVCacheConfig | None] = {
     "iso3-strict": _STRICT,
     "iso3t": KVCacheConfig("iso3t", quantizer="trellis"),
     "iso2": KVCacheConfig("iso2", key_bits=2, value_bits=2),
+    "iso2t": KVCacheConfig("iso2t", key_bits=2, value_bits=2, quantizer="trellis"),
     "iso4": KVCacheConfig("iso4", key_bits=4, value_bits=4),
+    "iso4t": KVCacheConfig("iso4t", key_bits=4, value_bits=4, quantizer="trellis"),
     "k4v3": KVCacheConfig("k4v3", key_bits=4, value_bits=3),
     "turbo3": dataclasses.replace(_STRICT, name="turbo3", rotation="dense", scale="norm"),
 }

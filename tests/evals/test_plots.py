@@ -104,17 +104,18 @@ def test_stability_shows_each_reload_over_the_mean() -> None:
     assert [list(axes.lines[0].get_ydata()) for axes in figure.axes] == [[0.9, 1.1], [1.0, 1.0]]
 
 
+@pytest.mark.parametrize("judged", [True, False])
 @pytest.mark.parametrize("device", [[], [(0.0, 50.0), (9.0, 51.0)]])
-def test_a_soak_shows_memory_over_time(device: list[tuple[float, float]]) -> None:
+def test_a_soak_shows_memory_over_time(device: list[tuple[float, float]], judged: bool) -> None:
     data = {
         "model": "tiny", "kv": "iso3", "warm_up_s": 2.0, "rss_mb": [(0.0, 900.0), (9.0, 901.0)], "device_mb": device,
-        "rss_slope_mb_per_hour": -1.25, "reasons": [],
+        "rss_slope_mb_per_hour": -1.25, "slope_judged": judged, "reasons": [],
     }  # fmt: skip
     figure = drawn(plots.soak_picture(data))
     lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
     assert lines["resident"] == [900.0, 901.0]
     assert lines.get("on the device") == ([50.0, 51.0] if device else None)
-    assert any("\N{MINUS SIGN}1.2 MB an hour" in text for text in texts(figure))
+    assert any("\N{MINUS SIGN}1.2 MB an hour" in text for text in texts(figure)) is judged
 
 
 def test_a_profile_stacks_the_parts_of_a_step() -> None:

@@ -139,7 +139,7 @@ def stability_picture(data: Mapping[str, Any]) -> Picture:
 
 
 def soak_picture(data: Mapping[str, Any]) -> Picture:
-    """Memory over time, and the line through it after the warm-up. data: of `eval soak`."""
+    """Memory over time. data: of `eval soak`."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -152,7 +152,7 @@ def soak_picture(data: Mapping[str, Any]) -> Picture:
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8)
         slope = data["rss_slope_mb_per_hour"]
-        grown = "" if slope is None else f", {slope:+.1f} MB an hour".replace("-", _MINUS)
+        grown = f", {slope:+.1f} MB an hour".replace("-", _MINUS) if data["slope_judged"] else ""
         _bare(axes, f"{data['model']}, kv={data['kv']}: {'; '.join(data['reasons']) or 'passes'}{grown}")
 
     return Picture(7.5, 3.6, draw)

@@ -147,6 +147,7 @@ def measure(
         "failures": failures,
         "probes": len(probes),
         "drift": max(abs(one - probes[0]) for one in probes) / abs(probes[0]),
+        "slope_judged": time.monotonic() - begin >= _JUDGED_FROM,
         "warm_up_s": _WARM_UP * (time.monotonic() - begin),
         "rss_mb": thinned(sampled),
         "device_mb": thinned(on_device),
@@ -214,7 +215,7 @@ def judge(seen: dict[str, Any], slope: float) -> list[str]:
         reasons.append(f"the probe's likelihood moved by {seen['drift']:.1e} of itself")
     for what, of in (("memory", "rss"), ("the device's memory", "device")):
         grown = seen[f"{of}_slope_mb_per_hour"]
-        if grown is not None and grown > slope and seen["seconds"] >= _JUDGED_FROM:
+        if grown is not None and grown > slope and seen["slope_judged"]:
             reasons.append(f"{what} grew by {grown:.1f} MB an hour, more than {slope:g}")
     return reasons
 
