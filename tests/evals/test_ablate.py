@@ -9,6 +9,7 @@ from rotaryquant.config import parse_kv
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals import ablate
 from rotaryquant.evals.facts import CONTEXT
+from support.progress import Told
 from support.tiny_llm import save_tiny
 
 
@@ -63,8 +64,8 @@ def test_what_the_base_lacks_already_is_left_out() -> None:
 
 
 def test_the_table_is_relative_to_the_base(folder: Path) -> None:
-    said: list[str] = []
-    outcome = ablate.run(arguments(folder, "--parts", "inverse,rotation"), said.append)
+    said = Told()
+    outcome = ablate.run(arguments(folder, "--parts", "inverse,rotation"), said)
     rows = {row["kv"]: row for row in outcome.data["results"]}
     assert rows["iso3"]["against_base"]["ratio"] == 1.0
     assert rows["iso3,inverse=off"]["kld_mean"] > 3 * rows["iso3"]["kld_mean"]
@@ -79,7 +80,7 @@ def test_the_table_is_relative_to_the_base(folder: Path) -> None:
     (line,) = [line for line in outcome.lines if line.startswith("without random SO(4) blocks")]
     assert line.endswith((", no difference within the interval", ", better", ", worse"))
     assert all(row["packed_reads"] == rows["iso3"]["packed_reads"] > 0 for row in rows.values())
-    assert said[0] == "window 1 of 1: iso3"
+    assert said.messages[0] == "window 1 of 1: iso3"
 
 
 @pytest.mark.parametrize(
@@ -97,9 +98,9 @@ def test_a_calibration_text_adds_learned_blocks_and_errors_of_codes(
     monkeypatch.setattr(ablate, "CALIBRATION_TOKENS", 4 * CONTEXT)
     monkeypatch.setattr(ablate, "_SEEDS", range(3))
     (tmp_path / "other.txt").write_text("".join(chr(97 + number * number % 26) for number in range(5 * CONTEXT)))
-    said: list[str] = []
+    said = Told()
     words = ["--parts", "rotation,signs", "--calibration", str(tmp_path / "other.txt")]
-    outcome = ablate.run(arguments(folder, *words), said.append)
+    outcome = ablate.run(arguments(folder, *words), said)
     rows = {row["kv"]: row for row in outcome.data["results"]}
     learned, base = rows["iso3,so4-learned"], rows["iso3"]
     assert list(rows)[-1] == "iso3,so4-learned"
@@ -116,7 +117,7 @@ def test_a_calibration_text_adds_learned_blocks_and_errors_of_codes(
     assert share["low"] <= share["ratio"] <= share["high"]
     assert any(line.startswith("with learned SO(4) blocks in place of random ones: kld ") for line in outcome.lines)
     assert any(line.startswith("random SO(4) blocks after Hadamard and signs, over 3 seeds") for line in outcome.lines)
-    assert said[:3] == ["calibration on 4,096 tokens", "learning SO(4) blocks", "errors of codes"]
+    assert said.messages[:3] == ["calibration on 4,096 tokens", "learning SO(4) blocks", "errors of codes"]
 
 
 @pytest.mark.parametrize(

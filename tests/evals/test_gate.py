@@ -17,6 +17,7 @@ from rotaryquant.evals.teacher_forcing import PathError
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from support.commands import Run, is_error
 from support.models import tiny
+from support.progress import Told
 from support.tiny_llm import byte_tokenizer, save_tiny
 
 PLAIN, JSON = GatePrompt("plain", "?"), GatePrompt("data", "?", json=True)
@@ -135,7 +136,9 @@ def test_the_verdict_is_over_tokens_and_sets_the_exit_status(folder: Path, run: 
     status, out, _ = run(*words, "--divergence", "1e-9")
     assert status == 1
     assert "does not pass: " in out.splitlines()[0]
-    data = gate.run(arguments(folder, "--tokens", "12", "--divergence", "5", "--repetition", "1"), lambda *_: None).data
+    told = Told()
+    data = gate.run(arguments(folder, "--tokens", "12", "--divergence", "5", "--repetition", "1"), told).data
+    assert told.advanced()
     total = sum(row["exact_tokens"] for row in data["results"])
     assert data["kld_mean"] == pytest.approx(
         sum(row["kld_mean"] * row["exact_tokens"] for row in data["results"]) / total

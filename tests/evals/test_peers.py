@@ -38,6 +38,7 @@ from rotaryquant.integrations.transformers.fingerprint import checkpoint_fingerp
 from rotaryquant.integrations.transformers.geometry import read_geometry
 from rotaryquant.integrations.transformers.undo_rope import key_ropes
 from support.models import random_tokens, tiny
+from support.progress import Told
 from support.tiny_llm import byte_tokenizer
 
 #: Stored bits of a key and a value at width 64, by hand from each description.
@@ -415,11 +416,11 @@ def test_a_calibrated_peer_goes_from_a_text_through_the_cache(
     monkeypatch.setattr(facts_of_text, "CALIBRATION_TOKENS", 2 * CONTEXT)
     monkeypatch.setattr(facts_of_text, "SENSITIVE_TOKENS", CONTEXT)
     (tmp_path / "text.txt").write_text(TEXT * 60)
-    loaded, said = Loaded("tiny", Path(), model, byte_tokenizer()), []
+    loaded, said = Loaded("tiny", Path(), model, byte_tokenizer()), Told()
     spec = parse_spec(f"{name},sinks=4,tail=48")
-    told = calibrated(loaded, {"it": spec, "fp16": None}, str(tmp_path / "text.txt"), "another", said.append)
+    told = calibrated(loaded, {"it": spec, "fp16": None}, str(tmp_path / "text.txt"), "another", said)
     assert told["fp16"] is None
-    assert said[0] == "calibration on 2,048 tokens of text.txt"
+    assert said.messages[0] == "calibration on 2,048 tokens of text.txt"
     row, lost = scores(model, ids, told["it"]), scores(model, ids, simulation(_Nothing, sinks=4, tail=48))
     assert 1e-6 < row["kld_mean"] < 0.2 * lost["kld_mean"]
     with pytest.raises(ConfigError, match=r"is calibrated on a text: use `eval fidelity --calibration FILE`"):

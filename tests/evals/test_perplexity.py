@@ -7,6 +7,7 @@ import pytest
 
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals import fidelity, perplexity
+from support.progress import Told
 from support.tiny_llm import save_tiny
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again. " * 60
@@ -27,10 +28,14 @@ def arguments(module: object, folder: Path, *words: str) -> argparse.Namespace:
 
 def test_it_is_what_fidelity_measures(folder: Path) -> None:
     words = ("--kv", "iso3", "--kv", "kivi2,sinks=4", "--tokens", "500")
-    found = perplexity.run(arguments(perplexity, folder, *words, "--context", "512,1024"), lambda *_: None).data
+    told = Told()
+    found = perplexity.run(arguments(perplexity, folder, *words, "--context", "512,1024"), told).data
+    assert told.advanced()
     for context in (512, 1024):
         args = arguments(fidelity, folder, *words, "--context", str(context), "--any-baseline")
-        wanted = fidelity.run(args, lambda *_: None).data
+        told = Told()
+        wanted = fidelity.run(args, told).data
+        assert told.advanced()
         rows = {row["kv"]: row for row in found["results"] if row["context"] == context}
         assert rows["fp16"]["ppl"] == pytest.approx(wanted["ppl_ref"], rel=1e-5)
         assert rows["fp16"]["ppl_ratio"] == 1.0

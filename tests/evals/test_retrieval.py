@@ -25,11 +25,13 @@ from rotaryquant.evals.retrieval.contexts import (
     check_unique,
 )
 from rotaryquant.evals.retrieval.forms import Chat, Cloze, Form, form_of
+from rotaryquant.evals.retrieval.measure import Setting, measure
 from rotaryquant.evals.retrieval.questions import LAST, Draft, Fact, Question, Turn, is_value, plain, score
 from rotaryquant.evals.retrieval.tasks import TASKS, codes, needles
 from rotaryquant.evals.teacher_forcing import PathError
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.tokens import encode_text
+from support.progress import Told
 from support.tiny_llm import byte_tokenizer, tiny_model
 
 FILLER = "\n".join(f"Line {number} says something plain about rain. It goes on for a while." for number in range(300))
@@ -396,3 +398,16 @@ def test_answers_to_a_context_that_is_too_short_to_be_packed_are_refused(loaded:
     short = Context(ids, [Question("row", turns("a"), ("1",))], 0, 0, 8)
     with pytest.raises(PathError, match="read no packed row"):
         ask(loaded, Cloze(), short, parse_spec("iso3,sinks=0"))
+
+
+def test_the_share_that_is_done_rises_over_contexts_tasks_and_lengths(loaded: Any, filler: Filler) -> None:
+    told = Told()
+    specs = {"iso3": parse_spec("iso3")}
+    tasks = {name: TASKS[name] for name in ("single", "multi-query")}
+    found = measure(Setting(loaded, Cloze(), filler, specs, batch=4), tasks, (1024, 1100), 5, told)
+    assert told.advanced()
+    assert [(*place, len(cell.exact)) for place, cell in found.cells.items()] == [
+        ("single", 1024, 5), ("multi-query", 1024, 8), ("single", 1100, 5), ("multi-query", 1100, 8),
+    ]  # fmt: skip
+    assert told.messages[0] == "single at 1,024, context 1 of 5: fp16"
+    assert told.messages[-1] == "multi-query at 1,100, context 2 of 2: iso3"

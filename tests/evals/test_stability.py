@@ -8,6 +8,7 @@ import pytest
 from rotaryquant.errors import ConfigError
 from rotaryquant.evals import inputs, stability
 from support.commands import Run
+from support.progress import Told
 from support.tiny_llm import save_tiny
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again. " * 30
@@ -37,7 +38,10 @@ def test_variation_is_deviation_over_mean() -> None:
 
 
 def test_a_model_loaded_again_says_the_same(folder: Path) -> None:
-    outcome = stability.run(arguments(folder), lambda *_: None)
+    told = Told()
+    outcome = stability.run(arguments(folder), told)
+    assert len(told.shares) == len(told.messages)
+    assert told.shares == sorted(told.shares)
     assert outcome.passed
     assert [row["kv"] for row in outcome.data["results"]] == ["fp16", "iso3"]
     for row in outcome.data["results"]:
