@@ -27,11 +27,8 @@ from rotaryquant.kv.tail import packed_end
 from rotaryquant.ops.quantize import reference as quantize_reference
 from support.kernels import force_kernel
 from support.models import random_tokens, relative_error, tiny
+from support.progress import Told
 from support.tiny_llm import byte_tokenizer, save_tiny
-
-
-def quiet(message: str) -> None:
-    """Tell nobody."""
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +151,7 @@ def run_cli(folder: Path, *words: str, text: str | None = None) -> Any:
     parser = argparse.ArgumentParser()
     fidelity.add_arguments(parser)
     base = [str(folder), "--text", str(folder / "text.txt"), "--context", "512", "--tokens", "500", "--any-baseline"]
-    return fidelity.run(parser.parse_args([*base, *words]), quiet)
+    return fidelity.run(parser.parse_args([*base, *words]), Told())
 
 
 def test_one_configuration_prints_the_promised_keys(tmp_path: Path) -> None:
@@ -224,4 +221,4 @@ def test_a_calibrated_peer_wants_a_text_of_its_own(tmp_path: Path, words: list[s
     words = [str(tmp_path / word) if word.endswith(".txt") else word for word in words]
     args = [str(folder), "--text", str(tmp_path / "text.txt"), "--context", "512", "--tokens", "100", *words]
     with pytest.raises(ConfigError, match=message):
-        fidelity.run(parser.parse_args(args), quiet)
+        fidelity.run(parser.parse_args(args), Told())
