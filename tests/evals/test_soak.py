@@ -51,6 +51,15 @@ def test_slope_is_that_of_the_line_after_the_warm_up() -> None:
     assert soak.slope_per_hour([], []) == soak.slope_per_hour([0.0, 1.0], [5.0, 9.0]) == 0.0
 
 
+@pytest.mark.parametrize(("samples", "kept"), [(0, 0), (1, 1), (500, 500), (501, 251), (2400, 480)])
+def test_a_report_keeps_samples_at_equal_distances(samples: int, kept: int) -> None:
+    given = [(at + 0.04, 900.0 + at) for at in range(samples)]
+    found = soak.thinned(given)
+    assert len(found) == kept
+    step = -(-samples // 500) or 1
+    assert [at for at, _ in found] == [float(at) for at in range(0, samples, step)]
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
