@@ -109,9 +109,9 @@ def test_stability_shows_each_reload_over_the_mean() -> None:
 def test_a_soak_shows_memory_over_time(device: list[tuple[float, float]], judged: bool) -> None:
     data = {
         "model": "tiny", "kv": "iso3", "warm_up_s": 2.0, "rss_mb": [(0.0, 900.0), (9.0, 901.0)], "device_mb": device,
-        "rss_slope_mb_per_hour": -1.25, "slope_judged": judged, "reasons": [],
+        "rss_slope_mb_per_hour": -1.25, "reasons": [],
     }  # fmt: skip
-    figure = drawn(plots.soak_picture(data))
+    figure = drawn(plots.soak_picture(data, judged))
     lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
     assert lines["resident"] == [900.0, 901.0]
     assert lines.get("on the device") == ([50.0, 51.0] if device else None)

@@ -15,9 +15,9 @@ def print_json(data: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def note(message: str) -> None:
-    """A line for the person who waits, on stderr."""
-    print(message, file=sys.stderr, flush=True)
+def note(message: str, file: TextIO | None = None) -> None:
+    """A line for the person who waits, on stderr by default."""
+    print(message, file=file or sys.stderr, flush=True)
 
 
 class Waiting:
@@ -40,7 +40,7 @@ class Waiting:
     def __call__(self, message: str, share: float | None = None) -> None:
         """Say what is under way, and draw the share of all that is done."""
         if self._bar is None:
-            print(message, file=self._file, flush=True)
+            note(message, self._file)
             return
         if not self._bar.task_ids:
             self._bar.add_task(message, total=1.0)

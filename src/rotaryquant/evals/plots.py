@@ -138,21 +138,22 @@ def stability_picture(data: Mapping[str, Any]) -> Picture:
     return Picture(8.5, 3.4, draw)
 
 
-def soak_picture(data: Mapping[str, Any]) -> Picture:
-    """Memory over time. data: of `eval soak`."""
+def soak_picture(data: Mapping[str, Any], judged: bool) -> Picture:
+    """Memory over time. data: of `eval soak`. judged: whether it was long enough for its slope to mean anything."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         for of, what, color in (("rss", "resident", _OURS), ("device", "on the device", "#55a868")):
             if samples := data[f"{of}_mb"]:
                 axes.plot(*zip(*samples, strict=True), color=color, lw=1.0, label=what)
-        axes.axvline(data["warm_up_s"], color="black", lw=0.8, ls=":")
+        if data["warm_up_s"] is not None:
+            axes.axvline(data["warm_up_s"], color="black", lw=0.8, ls=":")
         axes.set_xlabel("seconds; dotted: end of the warm-up")
         axes.set_ylabel("MB")
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8)
         slope = data["rss_slope_mb_per_hour"]
-        grown = f", {slope:+.1f} MB an hour".replace("-", _MINUS) if data["slope_judged"] else ""
+        grown = f", {slope:+.1f} MB an hour".replace("-", _MINUS) if judged and slope is not None else ""
         _bare(axes, f"{data['model']}, kv={data['kv']}: {'; '.join(data['reasons']) or 'passes'}{grown}")
 
     return Picture(7.5, 3.6, draw)

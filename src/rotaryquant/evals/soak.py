@@ -147,8 +147,7 @@ def measure(
         "failures": failures,
         "probes": len(probes),
         "drift": max(abs(one - probes[0]) for one in probes) / abs(probes[0]),
-        "slope_judged": time.monotonic() - begin >= _JUDGED_FROM,
-        "warm_up_s": _WARM_UP * (time.monotonic() - begin),
+        "warm_up_s": _WARM_UP * times[-1] if times else None,
         "rss_mb": thinned(sampled),
         "device_mb": thinned(on_device),
         "rss_mb_after_warm_up": next((s for t, s in sampled if t >= _WARM_UP * times[-1]), None),
@@ -215,7 +214,7 @@ def judge(seen: dict[str, Any], slope: float) -> list[str]:
         reasons.append(f"the probe's likelihood moved by {seen['drift']:.1e} of itself")
     for what, of in (("memory", "rss"), ("the device's memory", "device")):
         grown = seen[f"{of}_slope_mb_per_hour"]
-        if grown is not None and grown > slope and seen["slope_judged"]:
+        if grown is not None and grown > slope and seen["seconds"] >= _JUDGED_FROM:
             reasons.append(f"{what} grew by {grown:.1f} MB an hour, more than {slope:g}")
     return reasons
 
@@ -239,4 +238,6 @@ def _outcome(data: dict[str, Any]) -> Outcome:
         rows.append(["MB on the device an hour", megabytes(data["device_slope_mb_per_hour"])])
     verdict = "; ".join(data["reasons"]) or "passes"
     lines = [f"{data['model']}, kv={data['kv']}: {verdict}"]
-    return Outcome(data, ["", "seen"], rows, lines, not data["reasons"], soak_picture(data))
+    return Outcome(
+        data, ["", "seen"], rows, lines, not data["reasons"], soak_picture(data, data["seconds"] >= _JUDGED_FROM)
+    )
