@@ -63,7 +63,7 @@ def test_a_run_reports_every_cell_and_is_no_pass_without_one_that_counts(
 
 
 def test_a_run_that_passes_exits_with_0_and_one_that_does_not_with_1(
-    folder: Path, text: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    folder: Path, text: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a rule that this model can meet, and answers that are what the cache makes of them."""
     monkeypatch.setattr(grid, "QUESTIONS", 2)
@@ -80,9 +80,17 @@ def test_a_run_that_passes_exits_with_0_and_one_that_does_not_with_1(
     status, out, _ = run(*short)
     assert status == 1
     assert "kv=iso3: does not pass: 1 reach down to -3 points or further" in out
-    rights[:] = [False] * 4 + [True] * 4
+    rights[:] = [False] * 4  # and no more: packed caches are not asked what the 16-bit one cannot do
+    status, out, _ = run(*short, "--kv", "iso4", "--kv", "iso3", "--json", "--plot", str(tmp_path / "grid.png"))
+    assert status == 1
+    cells = json.loads(out)["results"]
+    assert [(cell["kv"], cell["verdict"]) for cell in cells] == [(kv, "not discriminating") for kv in ("iso4", "iso3")]
+    assert not any(key in cell for cell in cells for key in ("accuracy", "difference_low", "bits_per_value"))
+    assert json.loads(out)["passed"] is False
+    rights[:] = [False] * 4
     status, out, _ = run(*short)
     assert status == 1
+    assert "no cell of 1 counts" in out
     assert "not discriminating" in out
 
 

@@ -409,5 +409,5 @@ def test_the_share_that_is_done_rises_over_contexts_tasks_and_lengths(loaded: An
     assert [(*place, len(cell.exact)) for place, cell in found.cells.items()] == [
         ("single", 1024, 5), ("multi-query", 1024, 8), ("single", 1100, 5), ("multi-query", 1100, 8),
     ]  # fmt: skip
-    assert told.messages[0] == "single at 1,024, context 1 of 5: fp16"
-    assert told.messages[-1] == "multi-query at 1,100, context 2 of 2: iso3"
+    assert told.messages[0] == "single at 1,024, fp16: context 1 of 5"
+    assert told.messages[-1] == "multi-query at 1,100, iso3: context 2 of 2"

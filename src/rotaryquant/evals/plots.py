@@ -223,12 +223,18 @@ def _panels() -> list[_Panel]:
     greens, signs = colormaps["YlGn"], colormaps["RdBu"]
 
     def accuracy(title: str, key: str) -> _Panel:
-        return title, lambda cell: greens(0.65 * cell[key]), lambda cell: f"{100 * cell[key]:.1f}"
+        return (
+            title,
+            lambda cell: greens(0.65 * cell.get(key, 0.0)),
+            lambda cell: f"{100 * cell[key]:.1f}" if key in cell else grid.NOT_ASKED,
+        )
 
     def color(cell: Mapping[str, Any]) -> Any:
-        return signs(0.5 + 0.35 * max(-1.0, min(1.0, 100 * cell["difference"] / _FULL_COLOR)))
+        return signs(0.5 + 0.35 * max(-1.0, min(1.0, 100 * cell.get("difference", 0.0) / _FULL_COLOR)))
 
     def difference(cell: Mapping[str, Any]) -> str:
+        if "difference" not in cell:
+            return str(cell["verdict"])
         ends = "..".join(grid.points(cell[f"difference_{end}"]) for end in ("low", "high"))
         why = "" if cell["verdict"] == grid.COUNTS else f"\n{cell['verdict']}"
         return _minus(f"{grid.points(cell['difference'])}\n({ends})") + why

@@ -22,6 +22,8 @@ ACCURACY, QUESTIONS, CONTEXTS = 0.6, 100, 10
 LOSS = 0.03
 
 COUNTS, BLIND, FEW = "counts", "not discriminating", "too few questions"
+#: Stands for a number of a packed cache in a cell that the 16-bit one cannot do.
+NOT_ASKED = "-"
 
 
 @dataclass
@@ -43,15 +45,21 @@ class Cell:
         return COUNTS if float(np.mean([score.share for score in self.exact])) >= ACCURACY else BLIND
 
     def result(self, kv: str) -> dict[str, Any]:
-        """The numbers of one packed cache. Shares are of 1; lost, won: questions that only one cache got exactly."""
-        exact, packed = self.exact, self.packed[kv]
+        """The numbers of one packed cache, those of the 16-bit one alone where it was not asked.
+
+        Shares are of 1; lost, won: questions that only one cache got exactly.
+        """
+        exact, packed = self.exact, self.packed.get(kv)
         result: dict[str, Any] = {"questions": len(exact), "contexts": len(set(self.groups)), "verdict": self.verdict()}
+        for prefix, which in (("", 0), ("exact_", 1)):
+            result[f"{prefix}accuracy_16bit"] = float(np.mean([score[which] for score in exact]))
+        if packed is None:
+            return result
         groups = np.array(self.groups)
         for prefix, which in (("", 0), ("exact_", 1)):
             first, second = (np.array([score[which] for score in one], dtype=float) for one in (packed, exact))
             difference, low, high = difference_interval(first, second, groups)
             result |= {
-                f"{prefix}accuracy_16bit": float(second.mean()),
                 f"{prefix}accuracy": float(first.mean()),
                 f"{prefix}difference": difference,
                 f"{prefix}difference_low": low,
@@ -97,8 +105,11 @@ def table(results: Sequence[Mapping[str, Any]], row: str) -> tuple[list[str], li
         "lost / won", "bits", "packed reads per answer", "verdict",
     ]  # fmt: skip
 
-    def percent(share: float) -> str:
-        return f"{100 * share:.1f}%"
+    def percent(cell: Mapping[str, Any], key: str) -> str:
+        return f"{100 * cell[key]:.1f}%" if key in cell else NOT_ASKED
+
+    def difference(cell: Mapping[str, Any]) -> str:
+        return f"{points(cell['difference'])} ({points(cell['difference_low'])}..{points(cell['difference_high'])})"
 
     return headers, [
         [
@@ -106,14 +117,14 @@ def table(results: Sequence[Mapping[str, Any]], row: str) -> tuple[list[str], li
             cell["row"],
             f"{cell['context']:,}",
             f"{cell['questions']}",
-            percent(cell["accuracy_16bit"]),
-            percent(cell["accuracy"]),
-            f"{points(cell['difference'])} ({points(cell['difference_low'])}..{points(cell['difference_high'])})",
-            percent(cell["exact_accuracy_16bit"]),
-            percent(cell["exact_accuracy"]),
-            f"{cell['lost']} / {cell['won']}",
-            f"{cell['bits_per_value']:.3f}",
-            f"{cell['packed_reads_per_answer']:,.0f}",
+            percent(cell, "accuracy_16bit"),
+            percent(cell, "accuracy"),
+            difference(cell) if "difference" in cell else NOT_ASKED,
+            percent(cell, "exact_accuracy_16bit"),
+            percent(cell, "exact_accuracy"),
+            f"{cell['lost']} / {cell['won']}" if "lost" in cell else NOT_ASKED,
+            f"{cell['bits_per_value']:.3f}" if "bits_per_value" in cell else NOT_ASKED,
+            f"{cell['packed_reads_per_answer']:,.0f}" if "packed_reads_per_answer" in cell else NOT_ASKED,
             judged(cell),
         ]
         for cell in results

@@ -12,21 +12,23 @@ from transformers.cache_utils import Cache, DynamicCache
 from rotaryquant.integrations.transformers.cache import PackedCache
 from rotaryquant.integrations.transformers.enable import EnabledModel
 
-#: Prompt tokens in one forward: enough to keep the multiplications busy, few enough to bound what they need.
-CHUNK = 512
+#: Prompt tokens in one forward, on the CPU and elsewhere: enough to keep the multiplications busy, few enough to bound
+#: what they need. A GPU takes as long for a few hundred as it takes to be told what to do.
+CHUNK, CHUNK_ELSEWHERE = 512, 2048
 
 
 class Session:
     """The cache of one running conversation and the tokens it holds, which always agree.
 
     tokens: ids whose keys and values are in the cache, in order. cache: packed, or the stock one where `enabled`
-    is None. A forward that is interrupted leaves layers of different length, so the cache is then dropped whole.
+    is None. chunk: prompt tokens in one forward. A forward that is interrupted leaves layers of different length, so the
+    cache is then dropped whole.
     """
 
-    def __init__(self, model: PreTrainedModel, enabled: EnabledModel | None, chunk: int = CHUNK) -> None:
+    def __init__(self, model: PreTrainedModel, enabled: EnabledModel | None, chunk: int | None = None) -> None:
         self.model = model
         self.enabled = enabled
-        self.chunk = chunk
+        self.chunk = chunk or (CHUNK if model.device.type == "cpu" else CHUNK_ELSEWHERE)
         self.tokens: list[int] = []
         self.cache: Cache | None = None
 

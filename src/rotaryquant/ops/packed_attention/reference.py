@@ -1,4 +1,4 @@
-"""Packed attention from the definition: unpack every row, one softmax in fp32, row by row of the batch."""
+"""Packed attention from the definition: unpack every row, one softmax in fp32."""
 
 import math
 
@@ -55,8 +55,19 @@ def _visible(query_positions: Tensor, key_positions: Tensor, causal: bool, windo
     return seen
 
 
+def _alike(view: CacheView) -> list[tuple[int, int, list[int]]]:
+    """(packed_len, seq_len, rows) of the batch's rows by what they read: what they share is unpacked once."""
+    groups: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    for row, blocks in enumerate(view.block_table.tolist()):
+        packed_len, seq_len = int(view.packed_lens[row]), int(view.seq_lens[row])
+        exact = () if view.dense_positions is None else tuple(view.dense_positions[row].tolist())
+        key = packed_len, seq_len, tuple(blocks[: -(-packed_len // BLOCK)]), exact
+        groups.setdefault(key, []).append(row)
+    return [(packed_len, seq_len, rows) for (packed_len, seq_len, _, _), rows in groups.items()]
+
+
 def run(q: Tensor, view: CacheView, options: Options, mask: Tensor | None) -> Tensor:
-    """Every batch row on its own; see the op's docstring for shapes."""
+    """Rows of the batch that read the same together, others each on its own; see the op's docstring for shapes."""
     scale, causal, window, softcap, sink_logits, key_noise, inverse, q_dtype, p_dtype = options
     dtype, q = q.dtype, q.float()
     batch, num_heads, rows, width = q.shape
@@ -65,32 +76,33 @@ def run(q: Tensor, view: CacheView, options: Options, mask: Tensor | None) -> Te
     q_rotated = rotate.run(q.reshape(batch, kv_heads, -1, width), view.key_rotation, False).view_as(q)
     out = q.new_zeros(batch, num_heads, rows, view.values.codec.width)
     dense_out = torch.zeros_like(out)
-    for b in range(batch):
-        packed_len, seq_len = int(view.packed_lens[b]), int(view.seq_lens[b])
-        blocks = view.block_table[b].tolist()
+    for packed_len, seq_len, group in _alike(view):
+        own = slice(None) if len(group) == batch else torch.tensor(group, device=q.device)
+        blocks = view.block_table[group[0]].tolist()
         query_positions = torch.arange(seq_len - rows, seq_len, device=q.device)
         positions, logits, values = [], [], []
         if packed_len > 0:
             keys = packed_rows(view.keys, blocks, packed_len)
-            dots = _round(q_rotated[b], q_dtype) @ keys.repeat_interleave(repeat, 0).transpose(-1, -2)
+            dots = _round(q_rotated[own], q_dtype) @ keys.repeat_interleave(repeat, 0).transpose(-1, -2)
             if key_noise > 0:
                 sizes = row_sizes(view.keys, blocks, packed_len).repeat_interleave(repeat, 0)[:, None, :]
-                energy = q_rotated[b].square().sum(-1, keepdim=True) * sizes
+                energy = q_rotated[own].square().sum(-1, keepdim=True) * sizes
                 variance = (energy - dots.square()).clamp_min(0) * key_noise / width
                 dots = dots - 0.5 * scale * variance  # the common factor `scale` is applied below
             if view.means is not None:
-                dots = dots + q[b] @ view.means[b].float().repeat_interleave(repeat, 0)[:, :, None]
+                dots = dots + q[own] @ view.means[own].float().repeat_interleave(repeat, 1)[..., None]
             logits.append(dots)
             values.append(packed_rows(view.values, blocks, packed_len).repeat_interleave(repeat, 0))
             packed_positions = torch.arange(packed_len, device=q.device)
             positions.append(torch.where(packed_positions < view.num_sinks, -1, packed_positions))
         if view.dense_keys is not None and view.dense_values is not None and view.dense_positions is not None:
-            places = view.dense_positions[b].to(q.device)  # bookkeeping stays on the CPU
-            used = (places >= 0) & (places < seq_len)  # unused slots may hold anything, NaN included
-            keys = view.dense_keys[b][:, used].float().repeat_interleave(repeat, 0)
-            logits.append(q[b] @ keys.transpose(-1, -2))
-            values.append(view.dense_values[b][:, used].float().repeat_interleave(repeat, 0))
-            positions.append(places[used].long())
+            places = view.dense_positions[group[0]]  # bookkeeping stays on the CPU
+            used = ((places >= 0) & (places < seq_len)).nonzero()[:, 0]  # unused slots may hold anything, NaN included
+            places, used = places[used].to(q.device), used.to(q.device)
+            keys = view.dense_keys[own][:, :, used].float().repeat_interleave(repeat, 1)
+            logits.append(q[own] @ keys.transpose(-1, -2))
+            values.append(view.dense_values[own][:, :, used].float().repeat_interleave(repeat, 1))
+            positions.append(places.long())
         if not logits:
             continue
         key_positions = torch.cat(positions)
@@ -99,14 +111,14 @@ def run(q: Tensor, view: CacheView, options: Options, mask: Tensor | None) -> Te
         scores = torch.cat(logits, -1) * scale
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
-        seen = _visible(query_positions, key_positions, causal, window).expand(num_heads, -1, -1)
+        seen = _visible(query_positions, key_positions, causal, window).expand_as(scores)
         if mask is not None:
-            seen = seen & mask[b][..., key_positions.clamp_min(0)]
+            seen = seen & mask[own][..., key_positions.clamp_min(0)]
         weights = _softmax(scores, seen, sink_logits)
         if packed_len > 0:
-            out[b] = _round(weights[..., :packed_len], p_dtype) @ values[0]
+            out[own] = _round(weights[..., :packed_len], p_dtype) @ values[0]
         if view.dense_keys is not None:
-            dense_out[b] = weights[..., packed_len:] @ values[-1]
+            dense_out[own] = weights[..., packed_len:] @ values[-1]
     if inverse:
         grouped = out.view(batch, kv_heads, -1, out.shape[-1])
         out = rotate.run(grouped, view.value_rotation, True).view_as(out)
