@@ -1,5 +1,6 @@
 """Bits go where they help most, and never more of them than there are."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -9,16 +10,16 @@ from rotaryquant.allocation import WIDTHS, Allocation, allocate
 from rotaryquant.errors import ConfigError
 from rotaryquant.formats.calibration import Calibration, LayerSensitivity, StreamCost
 from rotaryquant.formats.codebook import relative_error
-from rotaryquant.formats.feedback import Metric
+from rotaryquant.formats.fit import Fit
 
-FLAT = Metric(np.stack([np.eye(64)] * 2))
+FLAT = Fit(*[np.stack([np.eye(64)] * 2)] * 2, np.zeros((2, 64)))
 
 
-def stream(alone: float, fed: float | None = None) -> StreamCost:
+def stream(plain: float, fitted: float | None = None) -> StreamCost:
     """At 2 bits; at 3 what that foretells."""
     drop = relative_error(64, 3) / relative_error(64, 2)
-    fed = 2 * alone if fed is None else fed
-    return StreamCost((alone, alone * drop), (fed, fed * drop), FLAT)
+    fitted = 2 * plain if fitted is None else fitted
+    return StreamCost((plain, plain * drop), (fitted, fitted * drop), FLAT)
 
 
 def calibration(*costs: tuple[float, float], sizes: tuple[tuple[int, int], ...] = ()) -> Calibration:
@@ -33,23 +34,26 @@ def of_layers(*layers: LayerSensitivity) -> Calibration:
     return Calibration("model", "name", "text", 1, 1024, (2, 3), "command", layers)
 
 
-def test_metrics_come_along_where_they_help_unless_they_are_not_wanted() -> None:
+def test_fits_come_along_where_they_help_unless_they_are_not_wanted() -> None:
     helps, hurts = stream(1.0, 0.5), stream(1.0, 1.5)
     given = of_layers(LayerSensitivity(0, 2, 64, helps, hurts), LayerSensitivity(1, 2, 64, hurts, helps))
-    made, alone = allocate(given, 3), allocate(given, 3, feedback=False)
-    assert [(x.key_metric, x.value_metric) for x in made.layers] == [(FLAT, None), (None, FLAT)]
-    assert alone.layers[0].key_metric is alone.layers[1].value_metric is None
-    assert made.metrics != allocate(of_layers(*given.layers[::-1]), 3).metrics != alone.metrics == ""
+    made, plain = allocate(given, 3), allocate(given, 3, fitted=False)
+    assert [(x.key_fit, x.value_fit) for x in made.layers] == [(FLAT, None), (None, FLAT)]
+    assert plain.layers[0].key_fit is plain.layers[1].value_fit is None
+    other = Fit(FLAT.metric, FLAT.balance, FLAT.mean + 1)
+    assert made != dataclasses.replace(
+        made, layers=(dataclasses.replace(made.layers[0], key_fit=other), made.layers[1])
+    )
     drop = relative_error(64, 3) / relative_error(64, 2)
-    assert (made.expected, alone.expected) == pytest.approx((3.0 * drop, 4.0 * drop))
+    assert (made.expected, plain.expected) == pytest.approx((3.0 * drop, 4.0 * drop))
 
 
 def test_each_width_is_judged_by_its_own_probe() -> None:
-    """Fed codes that cost more at 2 bits and less at 3; at 8 there is no metric to choose by."""
+    """A fit that costs more at 2 bits and less at 3; at 8 there is none."""
     mixed = StreamCost((1.0, 0.4), (2.0, 0.1), FLAT)
     given = of_layers(LayerSensitivity(0, 2, 64, mixed, mixed))
     found = {budget: allocate(given, budget) for budget in WIDTHS}
-    assert {budget: made.layers[0].key_metric for budget, made in found.items()} == {2: None, 3: FLAT, 4: FLAT, 8: None}
+    assert {budget: made.layers[0].key_fit for budget, made in found.items()} == {2: None, 3: FLAT, 4: FLAT, 8: None}
     unit = 1 / relative_error(64, 3)
     assert found[2].expected == pytest.approx(2 * 1.0)
     assert found[3].expected == pytest.approx(2 * 0.1)
@@ -82,7 +86,7 @@ def test_no_other_choice_is_better(budget: float) -> None:
     """Against all 4^6 choices: never over the budget, and none that fits costs less."""
     given = calibration((3.0, 0.2), (0.7, 0.05), (0.02, 1.1))
     made = allocate(given, budget)
-    costs = [cost.alone[0] for layer in given.layers for cost in (layer.keys, layer.values)]
+    costs = [cost.plain[0] for layer in given.layers for cost in (layer.keys, layer.values)]
 
     def divergence(choice: tuple[int, ...]) -> float:
         return sum(c * relative_error(64, b) / relative_error(64, 2) for c, b in zip(costs, choice, strict=True))

@@ -5,7 +5,6 @@ grows with the squared error of its codes. So measurements of a stream at few bi
 which choice under a budget costs least is a knapsack, solved exactly.
 """
 
-import hashlib
 import math
 from dataclasses import dataclass, field
 
@@ -15,7 +14,8 @@ from numpy.typing import NDArray
 from rotaryquant.errors import ConfigError
 from rotaryquant.formats.calibration import Calibration, StreamCost
 from rotaryquant.formats.codebook import TRELLISES, relative_error
-from rotaryquant.formats.feedback import MOST_BITS, Metric
+from rotaryquant.formats.feedback import MOST_BITS
+from rotaryquant.formats.fit import Fit
 
 #: What a stream may get. Fewer bits than two would leave directions out altogether: their error is the same at every
 #: token, adds up over a sum of values, and costs far more than its size says (docs/experiments.md).
@@ -27,16 +27,16 @@ _MOST_ROOM = 1_000_000
 
 @dataclass(frozen=True)
 class LayerWidths:
-    """Bits of the keys and the values of model layer `index`, and what their errors cost by direction.
+    """Bits of the keys and the values of model layer `index`, and the spaces in which they are coded.
 
-    The metrics are None where each code is chosen for itself.
+    The fits are None where that is their own, and each code is chosen for itself.
     """
 
     index: int
     key_bits: int
     value_bits: int
-    key_metric: Metric | None = field(default=None, compare=False, repr=False)
-    value_metric: Metric | None = field(default=None, compare=False, repr=False)
+    key_fit: Fit | None = field(default=None, repr=False)
+    value_fit: Fit | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,7 @@ class Allocation:
     """Bits of every packed layer of one checkpoint.
 
     model, text: fingerprints of the checkpoint and of the text it was calibrated on. layers: ascending. mean_bits: of a
-    code over all values. expected: KL divergence in nats, by the sum over streams. metrics: digest of those by which
-    codes are chosen, "" where each is chosen alone.
+    code over all values. expected: KL divergence in nats, by the sum over streams.
     """
 
     model: str
@@ -53,20 +52,17 @@ class Allocation:
     layers: tuple[LayerWidths, ...]
     mean_bits: float
     expected: float
-    metrics: str = ""
 
     def of_layer(self, index: int) -> LayerWidths | None:
         """The layer's widths, None where it was not calibrated."""
         return next((layer for layer in self.layers if layer.index == index), None)
 
 
-def allocate(
-    calibration: Calibration, budget: float, quantizer: str = "scalar", *, feedback: bool = True
-) -> Allocation:
+def allocate(calibration: Calibration, budget: float, quantizer: str = "scalar", *, fitted: bool = True) -> Allocation:
     """Widths with a mean of at most `budget` bits a value (codes alone, scales come on top) and the least divergence.
 
-    quantizer: of the widths that have a choice (formats.codebook). feedback: choose codes by the calibration's metrics
-    (formats.feedback) in those streams where that was found to cost less. Raises ConfigError for a budget that no
+    quantizer: of the widths that have a choice (formats.codebook). fitted: code rows as the calibration's fits say
+    (formats.fit) in those streams where that was found to cost less. Raises ConfigError for a budget that no
     choice of WIDTHS has.
     """
     if not WIDTHS[0] <= budget <= WIDTHS[-1]:
@@ -74,32 +70,21 @@ def allocate(
     layers = calibration.layers
     streams = [(stream, layer.width) for layer in layers for stream in (layer.keys, layer.values)]
     values = [layer.num_kv_heads * layer.width for layer in layers for _ in range(2)]
-    options = [_options(stream, width, calibration.probe_bits, quantizer, feedback) for stream, width in streams]
+    options = [_options(stream, width, calibration.probe_bits, quantizer, fitted) for stream, width in streams]
     bits = _least([[cost for cost, _ in option] for option in options], values, budget)
     chosen = [option[WIDTHS.index(width)] for option, width in zip(options, bits, strict=True)]
-    metrics = [metric for _, metric in chosen]
+    fits = [fit for _, fit in chosen]
     spent = sum(width * count for width, count in zip(bits, values, strict=True))
     return Allocation(
         model=calibration.model,
         text=calibration.text,
         layers=tuple(
-            LayerWidths(layer.index, bits[at], bits[at + 1], metrics[at], metrics[at + 1])
+            LayerWidths(layer.index, bits[at], bits[at + 1], fits[at], fits[at + 1])
             for layer, at in zip(layers, range(0, len(bits), 2), strict=True)
         ),
         mean_bits=spent / sum(values),
         expected=sum(cost for cost, _ in chosen),
-        metrics=_digest(metrics),
     )
-
-
-def _digest(metrics: list[Metric | None]) -> str:
-    """Of metrics that choose equal codes the same; "" where there are none."""
-    if not any(metrics):
-        return ""
-    digest = hashlib.sha256()
-    for metric in metrics:
-        digest.update(b"-" if metric is None else metric.matrices.astype("<f2").tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _least(costs: list[list[float]], values: list[int], budget: float) -> list[int]:
@@ -131,16 +116,16 @@ def _least(costs: list[list[float]], values: list[int], budget: float) -> list[i
 
 
 def _options(
-    stream: StreamCost, width: int, probe_bits: tuple[int, ...], quantizer: str, feedback: bool
-) -> list[tuple[float, Metric | None]]:
-    """Nats at each of WIDTHS, from those at the nearest probe below, and the metric where it makes them less."""
-    options: list[tuple[float, Metric | None]] = []
+    stream: StreamCost, width: int, probe_bits: tuple[int, ...], quantizer: str, fitted: bool
+) -> list[tuple[float, Fit | None]]:
+    """Nats at each of WIDTHS, from those at the nearest probe below, and the fit where it makes them less."""
+    options: list[tuple[float, Fit | None]] = []
     for bits in WIDTHS:
         probe = max((at for at, probed in enumerate(probe_bits) if probed <= bits), default=0)
-        found: list[tuple[float, Metric | None]] = [(stream.alone[probe], None)]
-        if feedback and bits <= MOST_BITS:
-            found.append((stream.fed[probe], stream.metric))
-        cost, metric = min(found, key=lambda option: option[0])
+        found: list[tuple[float, Fit | None]] = [(stream.plain[probe], None)]
+        if fitted and bits <= MOST_BITS:
+            found.append((stream.fitted[probe], stream.fit))
+        cost, fit = min(found, key=lambda option: option[0])
         to_bits = relative_error(width, bits, quantizer if bits in TRELLISES else "scalar")
-        options.append((cost / relative_error(width, probe_bits[probe]) * to_bits, metric))
+        options.append((cost / relative_error(width, probe_bits[probe]) * to_bits, fit))
     return options

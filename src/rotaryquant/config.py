@@ -8,7 +8,7 @@ from rotaryquant.allocation import Allocation, allocate
 from rotaryquant.errors import ConfigError
 from rotaryquant.formats.calibration import read_calibration
 from rotaryquant.formats.codebook import BITS, QUANTIZERS, TRELLISES
-from rotaryquant.formats.feedback import Metric
+from rotaryquant.formats.fit import Fit
 from rotaryquant.formats.kv import BLOCK, StreamFormat
 from rotaryquant.formats.rotation import KINDS
 
@@ -31,8 +31,8 @@ class KVCacheConfig:
     that is taken off packed logits (0 to 1). protect: give the keys of layers with an expected logit error above
     `max_logit_error` nats 8 bits. prefill: "deferred" or "streaming". inverse: rotate the output back (off only to see
     it fail). seed: of the rotation. allocation: bits of each layer of one checkpoint, in place of key_bits and
-    value_bits (`allocation.allocate`); a SPEC has them from `calibration=FILE`. key_metric, value_metric: of one
-    layer, by which its codes are chosen (formats.feedback).
+    value_bits (`allocation.allocate`); a SPEC has them from `calibration=FILE`. key_fit, value_fit: of one layer, the
+    spaces in which its rows are coded (formats.fit), keys less a mean that comes with it.
     """
 
     name: str = "iso3"
@@ -54,8 +54,8 @@ class KVCacheConfig:
     inverse: bool = True
     seed: int = 0
     allocation: Allocation | None = None
-    key_metric: Metric | None = field(default=None, compare=False, repr=False)
-    value_metric: Metric | None = field(default=None, compare=False, repr=False)
+    key_fit: Fit | None = field(default=None, repr=False)
+    value_fit: Fit | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name, valid in (
@@ -90,8 +90,8 @@ class KVCacheConfig:
             self,
             key_bits=widths.key_bits,
             value_bits=widths.value_bits,
-            key_metric=widths.key_metric,
-            value_metric=widths.value_metric,
+            key_fit=widths.key_fit,
+            value_fit=widths.value_fit,
             allocation=None,
         )
 
@@ -108,14 +108,17 @@ class KVCacheConfig:
             raise ConfigError(f"kv={self.name}: every layer has bits of its own, so this needs a whole model")
         rules = SCALES[self.scale]
         mean, tau = ("block0", self.tau) if self.mean else ("none", 0.0)
+        key_fit, value_fit = ("" if fit is None else fit.digest for fit in (self.key_fit, self.value_fit))
+        if key_fit:
+            mean, tau = "model", 0.0
         try:
             keys = StreamFormat(
                 "key", key_width, self.key_bits, rules[0], self.rotation, self.seed, self.signs,
-                mean=mean, tau=tau, quantizer=self.quantizer_of(self.key_bits),
+                mean=mean, tau=tau, quantizer=self.quantizer_of(self.key_bits), fit=key_fit,
             )  # fmt: skip
             values = StreamFormat(
                 "value", value_width, self.value_bits, rules[1], self.rotation, self.seed, self.signs,
-                quantizer=self.quantizer_of(self.value_bits),
+                quantizer=self.quantizer_of(self.value_bits), fit=value_fit,
             )  # fmt: skip
         except ValueError as error:
             raise ConfigError(str(error)) from error
@@ -139,10 +142,10 @@ PRESETS: dict[str, KVCacheConfig | None] = {
 }
 
 #: What `key=value` pairs may set: fields, and the file that makes an allocation with what it takes.
-_MADE = ("name", "allocation", "key_metric", "value_metric")
+_MADE = ("name", "allocation", "key_fit", "value_fit")
 _FIELDS = [one.name for one in dataclasses.fields(KVCacheConfig) if one.name not in _MADE]
-_CALIBRATION, _BUDGET, _FEEDBACK = "calibration", "budget", "feedback"
-_KEYS = (*_FIELDS, _CALIBRATION, _BUDGET, _FEEDBACK)
+_CALIBRATION, _BUDGET, _FIT = "calibration", "budget", "fit"
+_KEYS = (*_FIELDS, _CALIBRATION, _BUDGET, _FIT)
 #: Counts for which "off" means 0.
 _COUNTS_OFF = ("sinks", "tail")
 _SWITCH = {"on": True, "off": False, "true": True, "false": False, "1": True, "0": False}
@@ -166,7 +169,7 @@ def parse_kv(spec: "str | KVCacheConfig | None") -> KVCacheConfig | None:
 
     spec: a preset, `key=value` pairs, or a preset followed by pairs, comma-separated ("iso3,sinks=0"). With
     `calibration=FILE` each layer gets bits of its own, whose mean is `budget`, or else the mean of the preset's, and
-    codes are chosen by what their errors cost there, unless `feedback=off`. Raises ConfigError with the valid names
+    rows are coded as fits them there, unless `fit=off`. Raises ConfigError with the valid names
     for an unknown preset or key, or a value that does not fit, and CalibrationError for a file that cannot be used.
     """
     if spec is None or isinstance(spec, KVCacheConfig):
@@ -193,7 +196,7 @@ def parse_kv(spec: "str | KVCacheConfig | None") -> KVCacheConfig | None:
         given[key] = text
     changes = {key: _parse_value(key, text) for key, text in given.items() if key in _FIELDS}
     made = dataclasses.replace(base, name=spec_name(spec), **changes)  # type: ignore[arg-type]
-    return _calibrated(made, given.get(_CALIBRATION), given.get(_BUDGET), given.get(_FEEDBACK))
+    return _calibrated(made, given.get(_CALIBRATION), given.get(_BUDGET), given.get(_FIT))
 
 
 def spec_name(spec: str) -> str:
@@ -205,20 +208,20 @@ def spec_name(spec: str) -> str:
     )
 
 
-def _calibrated(config: KVCacheConfig, file: str | None, budget: str | None, feedback: str | None) -> KVCacheConfig:
+def _calibrated(config: KVCacheConfig, file: str | None, budget: str | None, fit: str | None) -> KVCacheConfig:
     """The configuration with bits for each layer, where a file is given to choose them by."""
     if file is None:
-        for key, value, what in ((_BUDGET, budget, "shares bits out"), (_FEEDBACK, feedback, "chooses codes")):
+        for key, value, what in ((_BUDGET, budget, "shares bits out"), (_FIT, fit, "codes rows")):
             if value is not None:
                 raise ConfigError(f"kv {key}={value!r} {what} by a calibration; add calibration=FILE")
         return config
-    if feedback is not None and feedback.lower() not in _SWITCH:
-        raise ConfigError(f"kv feedback={feedback!r}: wanted on or off")
+    if fit is not None and fit.lower() not in _SWITCH:
+        raise ConfigError(f"kv fit={fit!r}: wanted on or off")
     try:
         bits = (config.key_bits + config.value_bits) / 2 if budget is None else float(budget)
     except ValueError:
         raise ConfigError(f"kv budget={budget!r}: wanted bits a value, like 2.5") from None
-    fed = feedback is None or _SWITCH[feedback.lower()]
+    fitted = fit is None or _SWITCH[fit.lower()]
     return dataclasses.replace(
-        config, allocation=allocate(read_calibration(file), bits, config.quantizer, feedback=fed)
+        config, allocation=allocate(read_calibration(file), bits, config.quantizer, fitted=fitted)
     )

@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from rotaryquant.evals import calibrate_kv
 from rotaryquant.evals.inputs import load_model
 from rotaryquant.evals.windows import windows_of
 from rotaryquant.formats.calibration import Calibration, read_calibration, write_calibration
+from rotaryquant.formats.fit import balanced
 from rotaryquant.integrations.transformers.cache_file import load_cache, save_cache
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.footprint import Footprint
@@ -24,6 +27,7 @@ from rotaryquant.kv.accounting import bits_per_value
 from support.commands import Run
 from support.models import random_tokens
 from support.tiny_llm import save_tiny
+from support.zoo import PACKABLE, build
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again. " * 30
 IDS = random_tokens(1, 300, vocab=200)
@@ -75,12 +79,12 @@ def test_each_stream_is_measured_alone(loaded: Loaded) -> None:
     found = measured(Loaded(loaded.name, loaded.folder, model, loaded.tokenizer))
     assert [layer.index for layer in found.layers] == list(range(len(model.model.layers)))
     first, *others = [
-        [*layer.keys.alone, *layer.keys.fed, *layer.values.alone, *layer.values.fed] for layer in found.layers
+        [*layer.keys.plain, *layer.keys.fitted, *layer.values.plain, *layer.values.fitted] for layer in found.layers
     ]
     assert 0.0 <= min(first) <= max(first) < 1e-7
     for costs in others:
         assert min(costs) > 1e-7
-        assert len(set(costs)) == 8  # keys and values, alone and fed, 2 and 3 bits
+        assert len(set(costs)) == 8  # keys and values, plain and fitted, 2 and 3 bits
         assert all(three < two for two, three in zip(costs[::2], costs[1::2], strict=True))
     assert found.tokens == 299
     assert found.probe_bits == (2, 3)
@@ -91,7 +95,7 @@ def test_keys_that_no_query_reads_cost_nothing_and_their_values_do(loaded: Loade
     model = copy.deepcopy(loaded.model)
     model.model.layers[0].self_attn.q_proj.weight.data.zero_()
     found = measured(Loaded(loaded.name, loaded.folder, model, loaded.tokenizer), "iso3,mean=off,correct=0")
-    assert found.layers[0].values.alone[0] > 10 * found.layers[0].keys.alone[0]
+    assert found.layers[0].values.plain[0] > 10 * found.layers[0].keys.plain[0]
 
 
 def test_a_prefix_that_packs_nothing_is_refused(loaded: Loaded) -> None:
@@ -165,7 +169,7 @@ def test_a_saved_cache_comes_back(loaded: Loaded, side: Path, tmp_path: Path) ->
     [
         (",budget=9", "between 2 and 8"),
         (",budget=three", "wanted bits a value"),
-        (",feedback=maybe", "wanted on or off"),
+        (",fit=maybe", "wanted on or off"),
         (",calibration=b", "given twice"),
     ],
 )
@@ -194,48 +198,78 @@ def test_the_text_it_was_calibrated_on_is_not_scored(folder: Path, side: Path, r
     assert run("eval", "fidelity", str(folder), "--text", str(folder / "other.txt"), *words)[0] == 0
 
 
-@pytest.mark.parametrize("option", ["budget=3", "feedback=on"])
+@pytest.mark.parametrize("option", ["budget=3", "fit=on"])
 def test_what_a_calibration_does_needs_a_file(option: str) -> None:
     with pytest.raises(ConfigError, match="add calibration=FILE"):
         parse_kv(f"iso3,{option}")
 
 
-def test_metrics_are_those_of_queries_and_of_the_output_projection(loaded: Loaded) -> None:
-    """Against moments gathered by hand: of keys, of the queries of each KV head's group; of values, W·Wᵀ."""
-    found = measured(loaded).layers[1]
+def gathered(model: Any, index: int, ids: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Queries [heads, rows, width], keys and values that a layer sees of a window, fp64; four first rows left out."""
     seen: list[torch.Tensor] = []
-    attention = loaded.model.model.layers[1].self_attn
-    heads, width = found.num_kv_heads, found.width
-    with enabled(loaded.model, KVCacheConfig(tail=1 << 20, protect=False)) as state, torch.inference_mode():
+    with enabled(model, KVCacheConfig(tail=1 << 20, protect=False)) as state, torch.inference_mode():
         assert state is not None
         cache = state.new_cache()
-        layer = cache.packed_layer(1)
+        layer = cache.packed_layer(index)
         assert layer is not None
         layer.observe = lambda queries, scale: seen.append(queries)  # type: ignore[method-assign]
-        ids, _ = windows_of(loaded, TEXT, 600, 200)
-        loaded.model(ids[0][None], cache=cache)
-    queries = torch.cat(seen, 2)[0].double().unflatten(0, (heads, -1)).flatten(1, 2)
-    projected = attention.o_proj.weight.detach().double().unflatten(1, (heads, -1, width))
-    for metric, rows in (
-        (found.keys.metric, queries),
-        (found.values.metric, projected.permute(1, 0, 2, 3).flatten(1, 2)),
+        model(ids[None], cache=cache, position_ids=places[None])
+        keys, values = layer.dense.staged()
+    queries = seen[0][0].double().unflatten(0, (keys.shape[1], -1)).flatten(1, 2)
+    return queries, keys[0, :, 4:].double(), values[0, :, 4:].double()
+
+
+def test_fits_are_of_rows_and_queries_at_all_positions(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against moments gathered by hand; of values, the metric is that of the output projection."""
+    monkeypatch.setattr(calibrate_kv, "_READINGS", 3)
+    found = measured(loaded).layers[1]
+    heads, width = found.num_kv_heads, found.width
+    ids, _ = windows_of(loaded, TEXT, 600, 200)
+    parts = [gathered(loaded.model, 1, ids[0], torch.arange(600) + place) for place in (0, 212, 424)]
+    queries, keys, values = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    projected = loaded.model.model.layers[1].self_attn.o_proj.weight.detach().double().unflatten(1, (heads, -1, width))
+    for stream, metric_of in (
+        (found.keys, queries),
+        (found.values, projected.permute(1, 0, 2, 3).flatten(1, 2)),
     ):
-        moment = rows.transpose(1, 2) @ rows
+        moment = metric_of.mT @ metric_of
         moment /= moment.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
-        assert torch.allclose(torch.from_numpy(metric.matrices).double(), moment, atol=2e-3 * float(moment.abs().max()))
+        metric = torch.from_numpy(stream.fit.metric).double()
+        assert torch.allclose(metric, moment, atol=2e-3 * float(moment.abs().max()))
+    assert torch.allclose(torch.from_numpy(found.keys.fit.mean).double(), keys.mean(1), atol=1e-5)
+    assert not found.values.fit.mean.any()
+    around = keys - keys.mean(1, keepdim=True)
+    for stream, rows in ((found.keys, around), (found.values, values)):
+        moment = (rows.mT @ rows / rows.shape[1]).numpy()
+        assert np.allclose(stream.fit.balance, balanced(stream.fit.metric, moment), rtol=1e-3, atol=1e-3)
 
 
-def test_feedback_takes_the_metrics_of_each_layer_where_they_help(loaded: Loaded, side: Path, tmp_path: Path) -> None:
-    """Keys of the first layer cost less with feedback, its values without: codes are chosen so."""
+@pytest.mark.parametrize("name", PACKABLE)
+def test_every_family_is_heard_at_late_positions(name: str) -> None:
+    model = build(name)
+    still = KVCacheConfig(tail=1 << 20, protect=False)
+    with enabled(model, still) as state:
+        assert state is not None
+        layers = [layer for layer in state.geometry if layer.packable]
+        heard = calibrate_kv._listen(Loaded(name, Path(), model, None), still, [random_tokens(1, 40, vocab=200)[0]])
+    assert sorted(heard) == [layer.index for layer in layers]
+    for layer in layers:
+        mean, around = heard[layer.index].keys.around_mean()
+        assert mean.shape == (layer.num_kv_heads, layer.head_dim)
+        assert float(around.diagonal(dim1=1, dim2=2).min()) >= 0.0
+
+
+def test_rows_are_coded_as_fits_them_where_that_helps(loaded: Loaded, side: Path, tmp_path: Path) -> None:
+    """Keys of the first layer cost less with their fit, its values without: they are coded so."""
     made = read_calibration(side)
     cheap, dear = (1e-3, 1e-4), (2e-3, 2e-4)
     first = dataclasses.replace(
         made.layers[0],
-        keys=dataclasses.replace(made.layers[0].keys, alone=dear, fed=cheap),
-        values=dataclasses.replace(made.layers[0].values, alone=cheap, fed=dear),
+        keys=dataclasses.replace(made.layers[0].keys, plain=dear, fitted=cheap),
+        values=dataclasses.replace(made.layers[0].values, plain=cheap, fitted=dear),
     )
     write_calibration(tmp_path / "side", dataclasses.replace(made, layers=(first, *made.layers[1:])))
-    on, off = config_of(tmp_path / "side"), config_of(tmp_path / "side", ",feedback=off")
+    on, off = config_of(tmp_path / "side"), config_of(tmp_path / "side", ",fit=off")
     assert on != off
     assert on == config_of(tmp_path / "side")
     codes = []
@@ -250,6 +284,8 @@ def test_feedback_takes_the_metrics_of_each_layer_where_they_help(loaded: Loaded
             assert layer.keys is not None
             assert layer.values is not None
             assert (layer.keys.packed.codec.feedback is not None) == (config is on)
+            assert (layer.keys.reading is not layer.keys.rotation) == (config is on)
+            assert layer.values.reading is layer.values.rotation
             assert (layer.keys.error_gain < 1.0) == (config is on)
             assert layer.values.packed.codec.feedback is None
             codes.append(layer.keys.packed.codes[0].clone())

@@ -32,7 +32,7 @@ from rotaryquant.formats.calibration import (
     write_calibration,
 )
 from rotaryquant.formats.codebook import lloyd_max
-from rotaryquant.formats.feedback import Metric
+from rotaryquant.formats.fit import Fit
 from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.fingerprint import checkpoint_fingerprint
 from rotaryquant.integrations.transformers.geometry import read_geometry
@@ -536,7 +536,7 @@ def test_a_wrong_spec_is_one_clear_error(spec: str, message: str) -> None:
 def test_a_peer_can_be_granted_bits_for_each_layer(model: Any, ids: Tensor, tmp_path: Path) -> None:
     """Its codec at the widths of the allocation; all eight bits are plain integers where its own codes stop at four."""
     costs = [(1e-3, 1e-3)] * 4 + [(0.1, 1e-3), (10.0, 10.0)]
-    flat = Metric(np.stack([np.eye(64)] * 2))
+    flat = Fit(*[np.stack([np.eye(64)] * 2)] * 2, np.zeros((2, 64)))
     layers = [
         LayerSensitivity(index, 2, 64, *(StreamCost((cost,), (1e-4,), flat) for cost in pair))
         for index, pair in enumerate(costs)
@@ -547,7 +547,7 @@ def test_a_peer_can_be_granted_bits_for_each_layer(model: Any, ids: Tensor, tmp_
     assert isinstance(granted, Simulation)
     assert granted.config.name == "quarot3,sinks=4,tail=48,calibration=side,budget=3"
     assert granted.config.allocation is not None
-    assert granted.config.allocation == allocate(read_calibration(tmp_path / "side"), 3, feedback=False)
+    assert granted.config.allocation == allocate(read_calibration(tmp_path / "side"), 3, fitted=False)
     assert granted.config.of_layer(0).key_bits < granted.config.of_layer(5).key_bits
     row, plain = scores(model, ids, granted), scores(model, ids, parse_spec("quarot3,sinks=4,tail=48"))
     assert granted.config.allocation.mean_bits == 3.0

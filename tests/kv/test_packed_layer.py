@@ -14,6 +14,7 @@ from rotaryquant.counters import Counters
 from rotaryquant.errors import NonFiniteError
 from rotaryquant.kv.packed import PackedLayer
 from support.drive import feed, packed_bytes, seen_rows
+from support.fits import some_fit
 from support.kernels import force_kernel
 from support.models import LOSSLESS_VARIANTS, relative_error
 
@@ -27,6 +28,7 @@ RULES: dict[str, KVCacheConfig] = {
     "no sinks": KVCacheConfig(sinks=0),
     "strict": STRICT,
     "strict streaming": dataclasses.replace(STRICT, prefill="streaming"),
+    "fitted": KVCacheConfig(key_fit=some_fit(KV_HEADS, 64), value_fit=some_fit(KV_HEADS, 64, 9, mean=False)),
 }
 
 

@@ -13,6 +13,7 @@ from rotaryquant.formats.codebook import QUANTIZERS
 from rotaryquant.kv.packed import PackedLayer
 from rotaryquant.kv.state import export_layer, merge_layers, restore_layer
 from support.drive import feed, packed_bytes, seen_rows
+from support.fits import some_fit
 from support.models import relative_error
 
 KV_HEADS = 2
@@ -22,6 +23,7 @@ RULES = {
     "no tail": KVCacheConfig(tail=0),
     "strict": STRICT,
     "trellis": KVCacheConfig(quantizer="trellis"),
+    "fitted": KVCacheConfig(key_fit=some_fit(KV_HEADS, 64), value_fit=some_fit(KV_HEADS, 64, 9, mean=False)),
 }
 LENGTHS = [1, 100, 128, 129, 300]
 

@@ -23,7 +23,7 @@ def run(words: Sequence[str]) -> int:
         "calibrate",
         "Measure what keys and values of few bits cost in each layer, one after another, and where their errors count; "
         "write a file by which `--kv iso3,calibration=FILE` gives every layer bits of its own at the same mean, and "
-        "chooses codes whose errors cancel where they would count.",
+        "codes rows in a space of their own, in which errors count least.",
     )
     made.add_argument("model", metavar="MODEL", help="a model folder, a .gguf file, or org/name on the hub")
     made.add_argument(
@@ -88,7 +88,7 @@ def _show(as_json: bool, calibration: "Calibration", target: Path) -> None:
     print_table(rows, headers, right=range(1, len(headers)))
     print(
         f"\n{calibration.tokens:,} predictions of {calibration.name}, KL divergence with the rows of one stream at "
-        f"{' and '.join(map(str, calibration.probe_bits))} bits; *: less where errors do not cancel. Expected of all:"
+        f"{' and '.join(map(str, calibration.probe_bits))} bits; *: less where coded as they are. Expected of all:"
     )
     for budget, allocation in zip(_BUDGETS, found, strict=True):
         print(f"  budget={budget:g}: {allocation.expected:.5f} nats at {allocation.mean_bits:.2f} bits a value")
@@ -96,10 +96,10 @@ def _show(as_json: bool, calibration: "Calibration", target: Path) -> None:
 
 
 def _nats(stream: "StreamCost") -> str:
-    """The lesser cost at each of the probes' bits, marked where that is without feedback."""
+    """The lesser cost at each of the probes' bits, marked where that is without the fit."""
     return " / ".join(
-        f"{min(alone, fed):.5f}{'*' if alone <= fed else ''}"
-        for alone, fed in zip(stream.alone, stream.fed, strict=True)
+        f"{min(plain, fitted):.5f}{'*' if plain <= fitted else ''}"
+        for plain, fitted in zip(stream.plain, stream.fitted, strict=True)
     )
 
 
@@ -111,7 +111,7 @@ def _as_json(calibration: "Calibration", found: "list[Allocation]") -> dict[str,
         "layers": [
             {field: getattr(layer, field) for field in sizes}
             | {
-                name: {"alone": cost.alone, "fed": cost.fed}
+                name: {"plain": cost.plain, "fitted": cost.fitted}
                 for name, cost in (("keys", layer.keys), ("values", layer.values))
             }
             for layer in calibration.layers
@@ -121,10 +121,9 @@ def _as_json(calibration: "Calibration", found: "list[Allocation]") -> dict[str,
                 "budget": budget,
                 "mean_bits": allocation.mean_bits,
                 "expected": allocation.expected,
-                "metrics": allocation.metrics,
                 "layers": [
                     {field: getattr(widths, field) for field in ("index", "key_bits", "value_bits")}
-                    | {"key_feedback": widths.key_metric is not None, "value_feedback": widths.value_metric is not None}
+                    | {"key_fit": widths.key_fit is not None, "value_fit": widths.value_fit is not None}
                     for widths in allocation.layers
                 ],
             }

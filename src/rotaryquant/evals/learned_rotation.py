@@ -226,7 +226,7 @@ class _LearnedLayer(PackedLayer):
         super().open_stores(key_format, value_format, num_kv_heads, device, first_blocks)
         assert self.keys is not None
         assert self.values is not None
-        self.keys.rotation, self.values.rotation = self._rotations
+        self.keys.rotation, self.values.rotation = self.keys.reading, self.values.reading = self._rotations
 
 
 @dataclass(frozen=True)

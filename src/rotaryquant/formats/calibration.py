@@ -1,8 +1,8 @@
-"""What a calibration found out about a model, in a file beside it: in which layers, and in which directions of their
-rows, the error of codes hurts.
+"""What a calibration found out about a model, in a file beside it: in which layers the error of codes hurts, and in
+which space it hurts least.
 
 A safetensors file, whose metadata holds a JSON header. Tensor "layers" has index, KV heads and width of each packed
-layer, "costs" what its keys and its values cost, "INDEX.keys" and "INDEX.values" the metrics of layer INDEX.
+layer, "costs" what its keys and its values cost, "INDEX.keys.PART" and "INDEX.values.PART" the fits of layer INDEX.
 """
 
 import json
@@ -15,11 +15,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from rotaryquant.errors import CalibrationError
-from rotaryquant.formats.feedback import Metric
+from rotaryquant.formats.fit import Fit
 from rotaryquant.formats.whole import written_whole
 
 _FORMAT = "rotaryquant-calibration"
-_VERSION = 3
+_VERSION = 4
+#: Parts of a fit.
+_FIT = ("metric", "balance", "mean")
+#: Largest eigenvalue of a balance over its smallest; those that `balanced` makes stay below a tenth of it.
+_WIDEST = 1000.0
 #: Header fields, which say how the numbers came about.
 _HEADER = ("version", "model", "name", "text", "tokens", "context", "probe_bits", "command")
 
@@ -28,14 +32,13 @@ _HEADER = ("version", "model", "name", "text", "tokens", "context", "probe_bits"
 class StreamCost:
     """What coded rows of the keys or the values of one layer cost.
 
-    alone, fed: KL divergence in nats that the model's predictions suffer where these rows alone have few bits, one for
-    each of the probes' bits: with each code chosen for itself, and with errors that cancel by the metric. metric: what
-    the error of one row costs by its direction.
+    plain, fitted: KL divergence in nats that the model's predictions suffer where these rows alone have few bits, one
+    for each of the probes' bits: coded as they are, each code for itself, and coded as the fit says.
     """
 
-    alone: tuple[float, ...]
-    fed: tuple[float, ...]
-    metric: Metric = field(compare=False, repr=False)
+    plain: tuple[float, ...]
+    fitted: tuple[float, ...]
+    fit: Fit = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,11 @@ def write_calibration(path: str | Path, calibration: Calibration) -> None:
     header = {name: getattr(calibration, name) for name in _HEADER if name != "version"} | {"version": _VERSION}
     tensors = {
         "layers": np.array([[x.index, x.num_kv_heads, x.width] for x in layers], dtype=np.int32),
-        "costs": np.array([[(y.alone, y.fed) for y in (x.keys, x.values)] for x in layers], dtype=np.float32),
+        "costs": np.array([[(y.plain, y.fitted) for y in (x.keys, x.values)] for x in layers], dtype=np.float32),
     }
     for layer in layers:
         for which, stream in (("keys", layer.keys), ("values", layer.values)):
-            tensors[f"{layer.index}.{which}"] = stream.metric.matrices.astype(np.float16)
+            tensors |= {f"{layer.index}.{which}.{part}": getattr(stream.fit, part) for part in _FIT}
     with written_whole(path) as name:
         save_file(tensors, name, metadata={"format": _FORMAT, "header": json.dumps(header)})
 
@@ -124,9 +127,9 @@ def _layers(tensors: dict[str, Any], probes: int) -> tuple[LayerSensitivity, ...
         raise ValueError("layers are not in ascending order, or are without heads or width")
 
     def stream(index: int, heads: int, width: int, which: int) -> StreamCost:
-        alone, fed = (tuple(map(float, row)) for row in costs[index, which])
+        plain, fitted = (tuple(map(float, row)) for row in costs[index, which])
         name = f"{sizes[index, 0]}.{('keys', 'values')[which]}"
-        return StreamCost(alone, fed, _metric(tensors, name, heads, width))
+        return StreamCost(plain, fitted, _fit(tensors, name, heads, width))
 
     return tuple(
         LayerSensitivity(
@@ -137,13 +140,21 @@ def _layers(tensors: dict[str, Any], probes: int) -> tuple[LayerSensitivity, ...
     )
 
 
-def _metric(tensors: dict[str, Any], name: str, heads: int, width: int) -> Metric:
-    """The metric of that name. Raises ValueError where it is not one of so many heads and values."""
-    matrices = tensors[name].astype(np.float32)
-    if matrices.shape != (heads, width, width):
-        raise ValueError(f"{name} is {matrices.shape}, wanted {(heads, width, width)}")
-    if not np.isfinite(matrices).all() or not np.array_equal(matrices, matrices.transpose(0, 2, 1)):
-        raise ValueError(f"{name} is not a symmetric matrix of numbers for each head")
-    if np.linalg.eigvalsh(matrices).min() < -0.01 * width:  # its mean is 1, and 16 bits round it
-        raise ValueError(f"{name} has a negative eigenvalue: an error cannot cost less than none")
-    return Metric(matrices)
+def _fit(tensors: dict[str, Any], name: str, heads: int, width: int) -> Fit:
+    """The fit of that name. Raises ValueError where it is not one of so many heads and values."""
+    metric, balance, mean = (tensors[f"{name}.{part}"].astype(np.float32) for part in _FIT)
+    for part, found, shape in (
+        ("metric", metric, (heads, width, width)),
+        ("balance", balance, (heads, width, width)),
+        ("mean", mean, (heads, width)),
+    ):
+        if found.shape != shape:
+            raise ValueError(f"{name}.{part} is {found.shape}, wanted {shape}")
+        if not np.isfinite(found).all() or (len(shape) == 3 and not np.array_equal(found, found.transpose(0, 2, 1))):
+            raise ValueError(f"{name}.{part} holds no number, or is not symmetric")
+    if np.linalg.eigvalsh(metric).min() < -0.01 * width:  # its mean is 1, and 16 bits round it
+        raise ValueError(f"{name}.metric has a negative eigenvalue: an error cannot cost less than none")
+    sizes = np.linalg.eigvalsh(balance.astype(np.float64))
+    if sizes.min() <= 0 or (sizes.max(-1) > _WIDEST * sizes.min(-1)).any():
+        raise ValueError(f"{name}.balance is no positive definite matrix that can be undone")
+    return Fit(metric, balance, mean)

@@ -1,7 +1,6 @@
 """What the error of a coded row adds to the columns coded after it, so that the errors cancel where they would count.
 
-A metric M says what the error e of a row costs: eᵀ·M·e. Of keys it is the second moment of the queries that meet them
-(the error of a logit is q·e), of values that of the gradients behind them. With M = U·D·Uᵀ, U unit upper triangular in
+A metric M says what the error e of a coded row costs: eᵀ·M·e (formats.fit). With M = U·D·Uᵀ, U unit upper triangular in
 blocks of 16 columns, the cost is the sum over blocks of (Uᵀe)ᵀ·D·(Uᵀe): codes that are chosen block after block, each
 for its columns plus what U carries over from the errors so far, make every term as small as a single block allows
 (the rounding of GPTQ, arXiv 2210.17323, and QuIP, arXiv 2307.13304, for the rows of a cache). Only the choice of codes
@@ -14,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rotaryquant.formats.codebook import CYCLE
+from rotaryquant.formats.fit import Array, Fit
 from rotaryquant.formats.kv import StreamFormat
 from rotaryquant.formats.rotation import rotation_matrix
-
-Array = NDArray[np.float64]
 
 #: Added to a metric before it is used, in units of its mean eigenvalue: a calibration text has not asked for everything
 #: that others will (docs/experiments.md has other values).
@@ -30,34 +28,19 @@ MOST_BITS = 4
 _KEPT = 512
 
 
-class Metric:
-    """What errors of the rows of one stream of one layer cost, in the space before the rotation.
-
-    matrices: symmetric, positive semidefinite, [num_kv_heads, width, width]. Compared by identity.
-    """
-
-    def __init__(self, matrices: NDArray[np.floating]) -> None:
-        heads, width, columns = matrices.shape
-        if heads < 1 or width != columns:
-            raise ValueError(f"a metric has shape [num_kv_heads, width, width], not {matrices.shape}")
-        self.matrices = matrices
-
-
 @lru_cache(maxsize=_KEPT)
-def feedback_of(stream: StreamFormat, layer: int, metric: Metric) -> tuple[NDArray[np.float32], float] | None:
+def feedback_of(stream: StreamFormat, layer: int, fit: Fit) -> tuple[NDArray[np.float32], float] | None:
     """Factors fp32 [num_kv_heads, width, width] of a stream's heads in `layer`, and the gain; None for 8 bits and more.
 
     Entry [h, i, j] is what the error of column i adds to column j of a later block, 0 elsewhere. gain: expected cost of
-    a row's error over what it would be without, mean over heads. Raises ValueError where the metric is of other rows.
+    a row's error over what it would be without, mean over heads. Raises ValueError where the fit is of other rows.
     """
     if stream.bits > MOST_BITS:
         return None
-    if metric.matrices.shape[-1] != stream.width:
-        raise ValueError(
-            f"the metric is of rows of {metric.matrices.shape[-1]} values, the stream's have {stream.width}"
-        )
+    if fit.shape[1] != stream.width:
+        raise ValueError(f"the fit is of rows of {fit.shape[1]} values, the stream's have {stream.width}")
     factors, gains = [], []
-    for head, matrix in enumerate(metric.matrices.astype(np.float64)):
+    for head, matrix in enumerate(fit.coded_metric):
         turn = rotation_matrix(
             stream.rotation, stream.width, stream.seed, *stream.rotation_source(layer, head), with_signs=stream.signs
         )

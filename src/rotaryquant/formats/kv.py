@@ -48,7 +48,8 @@ class StreamFormat:
     scale_rule: "score" |y|²/<y,c> (unbiased products), "value" <y,c>/|c|² (least squares), "norm" |y|.
     scale_group: coordinates that share a scale, `width` or 64. mean: whether and whence a mean is subtracted.
     tau: share of a head's key energy that its mean must carry to be removed. quantizer: "scalar", or "trellis", where
-    a code's level depends on the code of the column before it too (`formats.codebook`).
+    a code's level depends on the code of the column before it too (`formats.codebook`). fit: digest of the space that
+    rows are coded in (`formats.fit`), "" where that is their own.
     """
 
     name: str
@@ -64,6 +65,7 @@ class StreamFormat:
     mean: str = "none"
     tau: float = 0.0
     quantizer: str = "scalar"
+    fit: str = ""
 
     def __post_init__(self) -> None:
         if self.scale_group == 0:
@@ -132,14 +134,14 @@ class StreamFormat:
         return dataclasses.replace(self, bits=bits, quantizer=quantizer)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for a JSON header."""
-        return dataclasses.asdict(self)
+        """Plain data for a JSON header; a fit is named where there is one."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if key != "fit" or value}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "StreamFormat":
         """Read a header written by `to_dict`. Raises ValueError on a missing or unknown field."""
         known = {field.name for field in dataclasses.fields(cls)}
-        if set(data) != known:
+        if set(data) | {"fit"} != known:
             raise ValueError(f"stream header fields {sorted(data)} differ from {sorted(known)}")
         return cls(**data)
 

@@ -30,6 +30,10 @@ from rotaryquant.ops.streams import CacheView
 _log = logging.getLogger(__name__)
 
 
+def _tensor(array: NDArray[np.float32] | NDArray[np.float64], like: Tensor) -> Tensor:
+    return torch.from_numpy(array).to(like)
+
+
 class PackedLayer(PackedRows):
     """Keys and values of one full-attention layer for a batch of sequences.
 
@@ -43,7 +47,7 @@ class PackedLayer(PackedRows):
     ) -> None:
         super().__init__(layer, max_tokens)
         self.config = config
-        self.metrics = config.key_metric, config.value_metric
+        self.fits = config.key_fit, config.value_fit
         self.slow = slow
         self.columns = 0  # padded length of the batch
         self.dense = DenseRows(config.sinks)
@@ -132,7 +136,10 @@ class PackedLayer(PackedRows):
         self._unmeasured = []
         batch, heads, rows, _ = queries.shape
         kv_heads = self.dense.staged()[0].shape[1]
-        energy = queries.float().square().sum(-1).view(batch, kv_heads, heads // kv_heads, rows).sum((0, 3)).amax(-1)
+        grouped = queries.float().view(batch, kv_heads, heads // kv_heads, rows, -1)
+        if (fit := self.fits[0]) is not None:  # as they meet the codes
+            grouped = grouped @ _tensor(fit.dual, grouped).mT[:, None]
+        energy = grouped.square().sum((0, 3, 4)).amax(-1)
         self._query_energy = energy if self._query_energy is None else self._query_energy + energy
         self._query_rows += batch * rows
 
@@ -141,7 +148,7 @@ class PackedLayer(PackedRows):
         if self.keys is not None or config.sinks != self.config.sinks:
             raise ValueError(f"layer {self.layer}: packed rows and sinks stay as they were made")
         self.config, self._due = config, 0
-        self.metrics = config.key_metric, config.value_metric
+        self.fits = config.key_fit, config.value_fit
 
     def begin_prefill(self) -> None:
         """Declare that the updates to come are one prompt."""
@@ -183,8 +190,8 @@ class PackedLayer(PackedRows):
                 self._table,
                 torch.tensor([row.packed_len for row in self.rows], dtype=torch.int32),
                 torch.zeros(len(self.rows), dtype=torch.int32),
-                self.keys.rotation,
-                self.values.rotation,
+                self.keys.reading,
+                self.values.reading,
                 self.means,
                 self.config.sinks,
                 held.keys,
@@ -232,16 +239,21 @@ class PackedLayer(PackedRows):
             heap.give_back()
 
     def _choose_means(self, keys: Tensor, begins: list[int], ends: list[int]) -> None:
-        """Fix the mean of rows whose first block is about to be packed."""
-        if not self.config.mean:
+        """Fix the mean of rows whose first block is about to be packed: the fit's, or a dominating one of their own."""
+        assert self.keys is not None
+        fit = self.keys.fit
+        if not self.config.mean and fit is None:
             return
         if self.means is None:
             shape = (len(self.rows), keys.shape[1], keys.shape[3])
             self.means = torch.zeros(shape, dtype=torch.bfloat16, device=keys.device)
         for index, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             if begin == 0 and end > 0:
-                mean, _ = protect.dominating_mean(self._first_block(keys, index), self.config.tau, self.slow)
-                self.means[index] = mean.bfloat16()
+                block = self._first_block(keys, index)
+                self.means[index] = (self._mean(block)[0] if fit is None else _tensor(fit.mean, block)).bfloat16()
+
+    def _mean(self, block: Tensor) -> tuple[Tensor, int]:
+        return protect.dominating_mean(block, self.config.tau, self.slow)
 
     def _first_block(self, keys: Tensor, index: int) -> Tensor:
         """Staged keys of a row's first block after its sinks, fp32 [num_kv_heads, up to 128, width]."""
@@ -275,9 +287,11 @@ class PackedLayer(PackedRows):
         """What protection says of the worst of the given rows at `bits`."""
         energies, heads = [], 0
         for index in rows:
-            block = self._first_block(keys, index)
-            if self.config.mean:
-                mean, removed = protect.dominating_mean(block, self.config.tau, self.slow)
+            block, fit = self._first_block(keys, index), self.fits[0]
+            if fit is not None:
+                block = (block - _tensor(fit.mean, block)[:, None, :]) @ _tensor(fit.balance, block).mT
+            elif self.config.mean:
+                mean, removed = self._mean(block)
                 block, heads = block - mean[:, None, :], max(heads, removed)
             energies.append(block.square().sum(-1).mean(1))
         return protect.judge(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rotaryquant.errors import NonFiniteError
-from rotaryquant.formats.feedback import Metric
+from rotaryquant.formats.fit import Fit
 from rotaryquant.formats.kv import BLOCK, STRIP, StreamFormat
 from rotaryquant.kv.blocks import BlockPool, Row
 from rotaryquant.kv.store import StreamStore, slab_blocks
@@ -15,7 +15,7 @@ class PackedRows:
 
     layer: its number in the model, which seeds its rotations. max_tokens: if given, room for that many columns is
     taken at once and never grows. rows: pads, packed length and blocks of each sequence. keys, values: their bytes,
-    None until something is packed. metrics: by which their codes are chosen, or None. means: bf16 [batch,
+    None until something is packed. fits: the spaces that they are coded in, or None. means: bf16 [batch,
     num_kv_heads, key_width] removed from the keys, zero where none is. decompress_calls: how often rows were rebuilt
     (never by attention).
     """
@@ -28,7 +28,7 @@ class PackedRows:
         self.values: StreamStore | None = None
         self.means: Tensor | None = None
         self.decompress_calls = 0
-        self.metrics: tuple[Metric | None, Metric | None] = (None, None)
+        self.fits: tuple[Fit | None, Fit | None] = (None, None)
         self._pool = BlockPool()
         self._table = torch.zeros(0, 0, dtype=torch.int32)
 
@@ -57,8 +57,8 @@ class PackedRows:
         if self.max_tokens is not None:
             slab = len(self.rows) * -(-self.max_tokens // BLOCK)
         args = (self.layer, num_kv_heads, device, slab)
-        self.keys = StreamStore(key_format, *args, self.metrics[0])
-        self.values = StreamStore(value_format, *args, self.metrics[1])
+        self.keys = StreamStore(key_format, *args, self.fits[0])
+        self.values = StreamStore(value_format, *args, self.fits[1])
 
     def take_blocks(self, ends: list[int]) -> None:
         """Make sure each row owns writable blocks up to its end, and publish the block table."""

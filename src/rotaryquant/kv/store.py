@@ -6,12 +6,13 @@ import mmap
 import torch
 from torch import Tensor
 
-from rotaryquant.formats.feedback import Metric, feedback_of
+from rotaryquant.formats.feedback import feedback_of
+from rotaryquant.formats.fit import Fit
 from rotaryquant.formats.kv import BLOCK, STRIP, StreamFormat
 from rotaryquant.ops.append_packed import append_packed
 from rotaryquant.ops.pack import seal, unpack, unseal
 from rotaryquant.ops.quantize import dequantize
-from rotaryquant.ops.rotate import Rotation, build_rotation, rotate
+from rotaryquant.ops.rotate import Rotation, build_rotation, fitted_rotations, rotate
 from rotaryquant.ops.streams import Codec, PackedStream, block_rows
 
 
@@ -39,9 +40,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 class StreamStore:
     """Packed rows of one stream (keys or values) of one layer.
 
-    format: how rows are stored. rotation, codec: its tables on `device`. packed: the slabs as ops read them. metric:
-    what errors of its rows cost, by which codes are chosen, or None. error_gain: that cost over what it would be
-    without.
+    format: how rows are stored. rotation: of rows that are written. reading: of queries and sums that meet them, the
+    same but for a fitted stream. packed: the slabs as ops read them. fit: the space that rows are coded in and what
+    their errors cost there, by which codes are chosen, or None. error_gain: that cost over what it would be if each
+    code were chosen for itself.
     """
 
     def __init__(
@@ -51,15 +53,21 @@ class StreamStore:
         num_kv_heads: int,
         device: torch.device,
         slab_blocks: int,
-        metric: Metric | None = None,
+        fit: Fit | None = None,
     ) -> None:
         self.format = stream_format
         self.num_kv_heads = num_kv_heads
         self.device = device
-        self.rotation: Rotation = build_rotation(stream_format, layer, num_kv_heads, device=device)
-        fed = None if metric is None else feedback_of(stream_format, layer, metric)
-        if fed is not None and len(fed[0]) != num_kv_heads:
-            raise ValueError(f"layer {layer}: a metric of {len(fed[0])} KV heads, the rows have {num_kv_heads}")
+        self.fit = fit
+        self.rotation: Rotation
+        self.reading: Rotation
+        if fit is None:
+            self.rotation = self.reading = build_rotation(stream_format, layer, num_kv_heads, device=device)
+        elif fit.shape != (num_kv_heads, stream_format.width):
+            raise ValueError(f"layer {layer}: a fit of {fit.shape}, the rows are {num_kv_heads, stream_format.width}")
+        else:
+            self.rotation, self.reading = fitted_rotations(stream_format, layer, fit, device)
+        fed = None if fit is None else feedback_of(stream_format, layer, fit)
         factors, self.error_gain = (None, 1.0) if fed is None else (torch.from_numpy(fed[0]).to(device), fed[1])
         self.packed = PackedStream(Codec.from_format(stream_format, device, factors), slab_blocks, [], [])
 
@@ -113,7 +121,7 @@ class StreamStore:
                 parts.append(dequantize(unpack(codes, codec.bits, codec.width), scales, codec))
         if not parts:
             return torch.zeros(self.num_kv_heads, 0, codec.width, device=self.device)
-        return rotate(torch.cat(parts, 1)[None], self.rotation, inverse=True)[0]
+        return rotate(torch.cat(parts, 1)[None], self.reading, inverse=True)[0]
 
     @property
     def nbytes(self) -> int:

@@ -54,8 +54,8 @@ def parse_spec(spec: str) -> KVCacheConfig | Simulation | None:
     )
     if not taken:
         return Simulation(peer, plain)
-    alone = ",feedback=off" if "calibration" in taken else ""  # its codes cancel no errors: bits by what they cost so
-    given = parse_kv(f"{options}{alone}")
+    as_is = ",fit=off" if "calibration" in taken else ""  # it codes rows as they are: bits by what they cost so
+    given = parse_kv(f"{options}{as_is}")
     assert given is not None
     changes = {key: getattr(given, key) for key in taken if key in ("sinks", "tail")}
     return Simulation(

@@ -191,8 +191,8 @@ def _outcome(
     }  # fmt: skip
     seconds = ", ".join(f"{kv} {each:.2f}" for kv, each in data["seconds_per_question"].items())
     lines = [
-        f"{data['model']}, {data['dtype']}, {form.name} form, filler from {data['text']}: the same {asked['fp16']:,} questions "
-        f"through the 16-bit and, where it can do them, each packed cache",
+        f"{data['model']}, {data['dtype']}, {form.name} form, filler from {data['text']}: the same "
+        f"{asked['fp16']:,} questions through the 16-bit and, where it can do them, each packed cache",
         *(grid.verdict_line(kv, cells) for kv, cells in verdicts.items()),
         *measured.summaries.values(),
         f"seconds per question, its share of reading the context included: {seconds}",

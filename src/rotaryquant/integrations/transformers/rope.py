@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rotaryquant.errors import UnsupportedModelError
-from rotaryquant.integrations.transformers.geometry import LayerGeometry
+from rotaryquant.integrations.transformers.geometry import LayerGeometry, text_config
 
 
 def angular_speeds(model: PreTrainedModel, layer_type: str) -> Tensor | None:
@@ -58,3 +58,18 @@ def slow_coordinates(model: PreTrainedModel, layers: list[LayerGeometry], period
             slow[: len(speeds)] = speeds <= 2 * math.pi / period
         found[layer.index] = slow
     return found
+
+
+#: Kinds of RoPE whose angles change once a context is longer than what the model was first made for.
+_CHANGING = ("dynamic", "longrope")
+
+
+def even_positions(model: PreTrainedModel) -> int:
+    """Positions over which RoPE turns keys alike however long the context is, 0 for a model that names none."""
+    config = text_config(model)
+    most = int(getattr(config, "max_position_embeddings", 0) or 0)
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in (given, *(part for part in given.values() if isinstance(part, dict))):
+        if rope.get("rope_type") in _CHANGING:
+            most = min(most, int(rope.get("original_max_position_embeddings") or most))
+    return most

@@ -21,7 +21,7 @@ class Session:
     """The cache of one running conversation and the tokens it holds, which always agree.
 
     tokens: ids whose keys and values are in the cache, in order. cache: packed, or the stock one where `enabled`
-    is None. chunk: prompt tokens in one forward. A forward that is interrupted leaves layers of different length, so the
+    is None. chunk: prompt tokens in one forward. One that is interrupted leaves layers of different length, so the
     cache is then dropped whole.
     """
 

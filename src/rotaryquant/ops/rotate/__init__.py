@@ -1,17 +1,21 @@
 """Rotation of rows: y = B·H·S·x, one rotation per KV head, and its inverse (paper: IsoQuant rotation)."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rotaryquant.formats import rotation as rotations
+from rotaryquant.formats.fit import Fit
 from rotaryquant.formats.kv import StreamFormat
 from rotaryquant.ops import dispatch
 
 KERNELS = ("cpu", "reference")
+
+#: Pairs of rotations that are kept: of the streams of a model with 128 layers.
+_KEPT = 256
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -20,7 +24,8 @@ class Rotation:
 
     signs: fp32 [num_kv_heads, width]. hadamard: apply the normalised Hadamard matrix of the full width.
     blocks: fp32 [num_kv_heads, width // 4, 4, 4], orthogonal. matrix: fp32 [num_kv_heads, width, width], given
-    only for the dense kind, where it replaces the other factors.
+    only for the dense kind and for fitted streams, where it replaces the other factors. That of a fitted stream is
+    not orthogonal: rows that are written and queries that meet them have two, each the other's inverse transpose.
     """
 
     width: int
@@ -64,6 +69,30 @@ def build_rotation(
     if uses_hadamard:
         rotations.hadamard_factors(stream.width)  # refuses a width for which no full-width matrix exists
     return Rotation(stream.width, num_kv_heads, tensor(signs), uses_hadamard, tensor(blocks), tensor(matrix))
+
+
+@lru_cache(maxsize=_KEPT)
+def fitted_rotations(
+    stream: StreamFormat, layer: int, fit: Fit, device: torch.device | str = "cpu"
+) -> tuple[Rotation, Rotation]:
+    """How rows of a fitted stream are turned when they are written, R·A, and what meets them when they are read, R·A⁻ᵀ.
+
+    R: the rotation that `stream` prescribes. fit: of all KV heads of `layer`. The pair is made once and shared.
+    """
+    heads, width = fit.shape
+    turns = np.stack(
+        [
+            rotations.rotation_matrix(
+                stream.rotation, width, stream.seed, *stream.rotation_source(layer, head), with_signs=stream.signs
+            )
+            for head in range(heads)
+        ]
+    )
+    written, read = (
+        torch.tensor(turns @ part, dtype=torch.float32, device=device)
+        for part in (fit.balance.astype(np.float64), fit.dual)
+    )
+    return Rotation(width, heads, matrix=written), Rotation(width, heads, matrix=read)
 
 
 def rotate(x: Tensor, rotation: Rotation, *, inverse: bool = False, kernel: str = "auto") -> Tensor:
