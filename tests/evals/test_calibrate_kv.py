@@ -12,7 +12,7 @@ import torch
 
 from rotaryquant import KVCacheConfig, enabled
 from rotaryquant.config import parse_kv
-from rotaryquant.errors import CalibrationError, ConfigError, UnsupportedModelError
+from rotaryquant.errors import CacheFileError, CalibrationError, ConfigError, UnsupportedModelError
 from rotaryquant.evals import calibrate_kv
 from rotaryquant.evals.inputs import load_model
 from rotaryquant.evals.windows import windows_of
@@ -162,6 +162,17 @@ def test_a_saved_cache_comes_back(loaded: Loaded, side: Path, tmp_path: Path) ->
         load_cache(tmp_path / "kv", loaded.model, again)
         want, got = (loaded.model(IDS[:, -1:], cache=c).logits for c in (cache, again))
     assert torch.equal(got, want)
+    with enabled(loaded.model, config_of(side, ",budget=2.5,fit=off")) as state:
+        assert state is not None
+        with pytest.raises(CacheFileError, match="enable the model with the file's --kv"):
+            load_cache(tmp_path / "kv", loaded.model, state.new_cache())
+
+
+def test_a_cache_says_that_its_rows_are_fitted(loaded: Loaded, side: Path) -> None:
+    for options, said in (("", "(isoquant, fitted)"), (",fit=off", "(isoquant)")):
+        with enabled(loaded.model, config_of(side, options)) as state:
+            assert state is not None
+            assert state.report().summary().endswith(said)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,17 @@ def test_a_restored_layer_goes_on_as_if_nothing_had_happened(rule: str, columns:
             assert torch.equal(got, want)
 
 
+def test_rows_of_another_fit_are_neither_restored_nor_joined() -> None:
+    """They would be read through the wrong matrix."""
+    other = KVCacheConfig(key_fit=some_fit(KV_HEADS, 64, 3), value_fit=RULES["fitted"].value_fit)
+    layer = filled(RULES["fitted"], 200)
+    header, tensors = export_layer(layer)
+    with pytest.raises(CacheFileError, match="the file has fit="):
+        restore_layer(PackedLayer(other, 4), header, tensors)
+    with pytest.raises(ConfigError, match="cannot join"):
+        merge_layers([layer, filled(other, 200)])
+
+
 def test_an_exported_layer_does_not_change_with_its_source() -> None:
     layer = filled(STRICT, 200)
     _, tensors = export_layer(layer)

@@ -163,7 +163,7 @@ class _Moments:
         if self._shift is None:
             self._shift = rows.mean(1, keepdim=True)
         rows = rows - self._shift
-        total, squares = rows.sum(1).double().cpu(), (rows.mT @ rows).double().cpu()
+        total, squares = rows.sum(1).cpu().double(), (rows.mT @ rows).cpu().double()
         self._sum = total if self._sum is None else self._sum + total
         self._squares = squares if self._squares is None else self._squares + squares
         self._count += rows.shape[1]
@@ -175,7 +175,7 @@ class _Moments:
         assert self._squares is not None
         off = self._sum / self._count
         around = self._squares / self._count - off[:, :, None] * off[:, None, :]
-        return self._shift[:, 0].double().cpu() + off, around
+        return self._shift[:, 0].cpu().double() + off, around
 
     def around_zero(self) -> Tensor:
         """Moment fp64 [num_kv_heads, width, width]."""
@@ -230,7 +230,7 @@ def _fits(loaded: Loaded, layer: LayerGeometry, heard: _Heard) -> tuple[Fit, Fit
     queries = _normal(heard.queries.around_zero().numpy())
     weight = output_projection(loaded.model, layer.index).detach().float()
     by_head = weight.view(len(weight), layer.num_kv_heads, -1, layer.head_dim).permute(1, 2, 0, 3)
-    weights = _normal((by_head.mT @ by_head).mean(1).double().cpu().numpy())
+    weights = _normal((by_head.mT @ by_head).mean(1).cpu().double().numpy())
     values = heard.values.around_zero().numpy()
     return (
         Fit(queries, balanced(queries, around), mean),

@@ -70,7 +70,7 @@ class Report:
 
 def build_report(kv: KVCacheConfig, geometry: list[LayerGeometry], cache: PackedCache | None) -> Report:
     """Report from the model's geometry and, where a cache has been used, what it did."""
-    layers = []
+    layers, rotation = [], kv.rotation
     for layer in geometry:
         packed = cache.packed_layer(layer.index) if cache is not None else None
         if not layer.packable:
@@ -84,6 +84,8 @@ def build_report(kv: KVCacheConfig, geometry: list[LayerGeometry], cache: Packed
             continue
         own = kv.of_layer(layer.index)
         keys, values = own.stream_formats(layer.head_dim, layer.head_dim)
+        if keys.fit or values.fit:
+            rotation = f"{kv.rotation}, fitted"
         note = ""
         if packed is not None and packed.keys is not None:
             keys = packed.keys.format
@@ -107,7 +109,7 @@ def build_report(kv: KVCacheConfig, geometry: list[LayerGeometry], cache: Packed
                 note,
             )
         )
-    return Report(kv.name, kv.rotation, layers)
+    return Report(kv.name, rotation, layers)
 
 
 def layer_bits(cache: PackedCache) -> list[accounting.LayerBits]:
