@@ -44,14 +44,14 @@ class Allocation:
     """Bits of every packed layer of one checkpoint.
 
     model, text: fingerprints of the checkpoint and of the text it was calibrated on. layers: ascending. mean_bits: of a
-    code over all values. expected: KL divergence in nats, by the sum over streams.
+    code over all values. expected: KL divergence in nats, by the sum over streams; None where nothing was probed.
     """
 
     model: str
     text: str
     layers: tuple[LayerWidths, ...]
     mean_bits: float
-    expected: float
+    expected: float | None
 
     def of_layer(self, index: int) -> LayerWidths | None:
         """The layer's widths, None where it was not calibrated."""
@@ -63,8 +63,13 @@ def allocate(calibration: Calibration, budget: float, quantizer: str = "scalar",
 
     quantizer: of the widths that have a choice (formats.codebook). fitted: code rows as the calibration's fits say
     (formats.fit) in those streams where that was found to cost less. Raises ConfigError for a budget that no
-    choice of WIDTHS has.
+    choice of WIDTHS has, and for a calibration without probes.
     """
+    if not calibration.probe_bits:
+        raise ConfigError(
+            f"kv budget={budget:g}: the calibration has fits alone and does not know where bits help; leave budget "
+            f"out, or make it again without --fits-only"
+        )
     if not WIDTHS[0] <= budget <= WIDTHS[-1]:
         raise ConfigError(f"kv budget={budget:g} must be between {WIDTHS[0]} and {WIDTHS[-1]} bits a value")
     layers = calibration.layers
@@ -84,6 +89,29 @@ def allocate(calibration: Calibration, budget: float, quantizer: str = "scalar",
         ),
         mean_bits=spent / sum(values),
         expected=sum(cost for cost, _ in chosen),
+    )
+
+
+def everywhere(calibration: Calibration, key_bits: int, value_bits: int, *, fitted: bool = True) -> Allocation:
+    """The same bits in all layers, rows coded as the fits say unless `fitted` is off: what fits alone are good for."""
+    layers = calibration.layers
+    sizes = [layer.num_kv_heads * layer.width for layer in layers]
+
+    def fit_of(stream: StreamCost, bits: int) -> Fit | None:
+        return stream.fit if fitted and bits <= MOST_BITS else None
+
+    return Allocation(
+        model=calibration.model,
+        text=calibration.text,
+        layers=tuple(
+            LayerWidths(
+                *(layer.index, key_bits, value_bits),
+                *(fit_of(layer.keys, key_bits), fit_of(layer.values, value_bits)),
+            )
+            for layer in layers
+        ),
+        mean_bits=sum(size * (key_bits + value_bits) for size in sizes) / (2 * sum(sizes)),
+        expected=None,
     )
 
 

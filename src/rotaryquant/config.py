@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rotaryquant.allocation import Allocation, allocate
+from rotaryquant.allocation import Allocation, allocate, everywhere
 from rotaryquant.errors import ConfigError
 from rotaryquant.formats.calibration import read_calibration
 from rotaryquant.formats.codebook import BITS, QUANTIZERS, TRELLISES
@@ -222,6 +222,9 @@ def _calibrated(config: KVCacheConfig, file: str | None, budget: str | None, fit
     except ValueError:
         raise ConfigError(f"kv budget={budget!r}: wanted bits a value, like 2.5") from None
     fitted = fit is None or _SWITCH[fit.lower()]
-    return dataclasses.replace(
-        config, allocation=allocate(read_calibration(file), bits, config.quantizer, fitted=fitted)
-    )
+    calibration = read_calibration(file)
+    if budget is None and not calibration.probe_bits:
+        made = everywhere(calibration, config.key_bits, config.value_bits, fitted=fitted)
+    else:
+        made = allocate(calibration, bits, config.quantizer, fitted=fitted)
+    return dataclasses.replace(config, allocation=made)

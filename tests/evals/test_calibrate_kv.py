@@ -26,6 +26,7 @@ from rotaryquant.integrations.transformers.report import layer_bits
 from rotaryquant.kv.accounting import bits_per_value
 from support.commands import Run
 from support.models import random_tokens
+from support.progress import Told
 from support.tiny_llm import save_tiny
 from support.zoo import PACKABLE, build
 
@@ -262,7 +263,9 @@ def test_every_family_is_heard_at_late_positions(name: str) -> None:
     with enabled(model, still) as state:
         assert state is not None
         layers = [layer for layer in state.geometry if layer.packable]
-        heard = calibrate_kv._listen(Loaded(name, Path(), model, None), still, [random_tokens(1, 40, vocab=200)[0]])
+        heard = calibrate_kv._listen(
+            Loaded(name, Path(), model, None), still, [random_tokens(1, 40, vocab=200)[0]], Told()
+        )
     assert sorted(heard) == [layer.index for layer in layers]
     for layer in layers:
         mean, around = heard[layer.index].keys.around_mean()
@@ -351,3 +354,42 @@ def test_wrong_words_are_one_line(folder: Path, run: Run, tmp_path: Path, more: 
     assert says in err
     assert err.count("\n") == 1
     assert not (tmp_path / "side").exists()
+
+
+def test_fits_alone_give_every_layer_the_bits_of_the_preset(folder: Path, run: Run, tmp_path: Path) -> None:
+    """A file without probes: as good for every preset, and clear about what it cannot do."""
+    target = tmp_path / "fits.safetensors"
+    words = ["calibrate", str(folder), "--text", str(folder / "text.txt"), "--context", "600", "--tokens", "200"]
+    words.append("--any-baseline")
+    status, out, err = run(*words, "--threads", "1", "--fits-only", "-o", str(target))
+    assert status == 0, err
+    assert "no layer was probed" in out
+    assert "probes, about" not in err
+    made = read_calibration(target)
+    assert (made.probe_bits, made.tokens) == ((), 0)
+    assert made.layers[1].keys.fit.mean.any()
+    for options, fitted in (("", True), (",fit=off", False)):
+        allocation = config_of(target, f",key_bits=4{options}").allocation
+        assert allocation is not None
+        assert (allocation.mean_bits, allocation.expected) == (3.5, None)
+        for layer in allocation.layers:
+            assert (layer.key_bits, layer.value_bits) == (4, 3)
+            assert (layer.key_fit is not None) is (layer.value_fit is not None) is fitted
+    eight = config_of(target, ",key_bits=8").allocation
+    assert eight is not None
+    assert eight.layers[0].key_fit is None
+    with pytest.raises(ConfigError, match="budget=3: the calibration has fits alone"):
+        config_of(target, ",budget=3")
+    loaded = load_model(str(folder), "float32", 1)
+    with enabled(loaded.model, config_of(target)) as state, torch.inference_mode():
+        assert state is not None
+        cache = state.new_cache()
+        with cache.prefill():
+            loaded.model(IDS, cache=cache)
+        first = cache.packed_layer(0)
+        assert first is not None
+        assert first.keys is not None
+        assert first.keys.format.mean == "model"
+    status, out, err = run(*words, "--threads", "1", "--fits-only", "-o", str(target), "--json")
+    assert status == 0, err
+    assert json.loads(out)["allocations"] == []

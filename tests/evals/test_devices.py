@@ -179,6 +179,6 @@ def test_sensitivities_elsewhere_are_those_of_the_cpu(folder: Path, run: Run, tm
             assert status == 0, err
             assert (there.fetched > before) == (device != "cpu")
             streams = [layer[which] for layer in json.loads(out)["layers"] for which in ("keys", "values")]
-            found.append([cost for stream in streams for cost in (*stream["alone"], *stream["fed"])])
+            found.append([cost for stream in streams for cost in (*stream["plain"], *stream["fitted"])])
     assert found[0] == pytest.approx(found[1], rel=1e-3)
     assert min(found[0]) > 0

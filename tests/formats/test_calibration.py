@@ -131,7 +131,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
         ({"costs": np.ones((1, 2, 2, 2))}, "wanted"),
         ({"costs": np.ones((2, 2, 2, 1))}, r"wanted \[n, 3\] and \[n, 2, 2, 2\]"),
         ({"probe_bits": [3, 2]}, "probe_bits is"),
-        ({"probe_bits": []}, "probe_bits is"),
+        ({"probe_bits": []}, r"wanted \[n, 3\] and \[n, 2, 2, 0\]"),
         ({"probe_bits": 2}, "incomplete"),
     ],
 )

@@ -34,6 +34,10 @@ def run(words: Sequence[str]) -> int:
     made.add_argument("--context", type=int, default=1024, metavar="N", help="tokens in a window (default 1024)")
     made.add_argument("--tokens", type=int, default=2048, metavar="N", help="predictions to compare (default 2048)")
     common.add_loading(made)
+    made.add_argument(
+        "--fits-only", action="store_true",
+        help="leave out which layers bits help: a few forwards instead of eight for each layer and window",
+    )  # fmt: skip
     made.add_argument("--any-baseline", action="store_true", help="go on with an implausible perplexity of the text")
     args = made.parse_args(words)
     from rotaryquant.config import parse_kv
@@ -60,6 +64,7 @@ def run(words: Sequence[str]) -> int:
             tokens=args.tokens,
             command=command_line("calibrate", words),
             any_baseline=args.any_baseline,
+            fits_only=args.fits_only,
             progress=progress,
         )
     try:
@@ -73,9 +78,16 @@ def run(words: Sequence[str]) -> int:
 def _show(as_json: bool, calibration: "Calibration", target: Path) -> None:
     from rotaryquant.allocation import allocate
 
-    found = [allocate(calibration, budget) for budget in _BUDGETS]
+    found = [allocate(calibration, budget) for budget in _BUDGETS] if calibration.probe_bits else []
     if as_json:
         print_json(_as_json(calibration, found))
+        return
+    if not found:
+        heads = sum(layer.num_kv_heads for layer in calibration.layers)
+        print(
+            f"Fits of {heads} KV heads in {len(calibration.layers)} layers of {calibration.name}; no layer was probed"
+        )
+        print(f"\nUse it with --kv iso3t,calibration={target}")
         return
     rows = []
     for number, layer in enumerate(calibration.layers):
@@ -127,6 +139,6 @@ def _as_json(calibration: "Calibration", found: "list[Allocation]") -> dict[str,
                     for widths in allocation.layers
                 ],
             }
-            for budget, allocation in zip(_BUDGETS, found, strict=True)
+            for budget, allocation in zip(_BUDGETS, found, strict=bool(found))
         ],
     }

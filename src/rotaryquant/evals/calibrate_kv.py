@@ -87,14 +87,15 @@ def measure(
     tokens: int,
     command: str,
     any_baseline: bool = False,
+    fits_only: bool = False,
     progress: Progress,
 ) -> Calibration:
     """Sensitivities of a model's packable layers.
 
     kv: how rows are rotated and scaled, and what stays exact beside the packed ones; probes are scalar whatever its
     quantizer. text: what the model reads. tokens: predictions to compare, rounded up to whole windows of `context`,
-    half of which is prefix. any_baseline: go on where the exact perplexity is implausible. Raises ConfigError where the
-    text is too short, nothing would be packed, or the text does not fit the model.
+    half of which is prefix. any_baseline: go on where the exact perplexity is implausible. fits_only: leave the probes
+    out. Raises ConfigError where the text is too short, nothing would be packed, or the text does not fit the model.
     """
     if context // 2 < packing_starts(kv) + BLOCK:
         raise ConfigError(
@@ -106,15 +107,15 @@ def measure(
     with enabled(loaded.model, still) as state:
         assert state is not None
         layers = [layer for layer in state.geometry if layer.packable]
-        progress(f"the rows and queries of {len(windows)} windows")
-        heard = _listen(loaded, still, windows)
+        heard = _listen(loaded, still, windows, progress)
     fits = {layer.index: _fits(loaded, layer, heard[layer.index]) for layer in layers}
+    probe_bits: tuple[int, ...] = () if fits_only else PROBE_BITS
     # keys or values, plain or fitted, bits
-    probes = list(itertools.product(range(2), range(2), range(len(PROBE_BITS))))
-    sums = torch.zeros(len(layers), 2, 2, len(PROBE_BITS), dtype=torch.float64)
+    probes = list(itertools.product(range(2), range(2), range(len(probe_bits))))
+    sums = torch.zeros(len(layers), 2, 2, len(probe_bits), dtype=torch.float64)
     pace = _Pace(len(probes) * len(layers) * len(windows), progress)
     nll, count = 0.0, 0
-    for number, ids in enumerate(windows):
+    for number, ids in enumerate(windows[:1] if fits_only else windows):
         window, window_nll = _read(loaded, still, ids)
         nll, count = nll + window_nll, count + len(window.exact)
         if number == 0 and not any_baseline:
@@ -124,7 +125,7 @@ def measure(
                 for which, fitted, bits in probes:
                     fit = fits[layer.index][which] if fitted else None
                     sums[place, which, fitted, bits] += _probe(
-                        loaded, window, kv, layer.index, which, PROBE_BITS[bits], fit
+                        loaded, window, kv, layer.index, which, probe_bits[bits], fit
                     )
                     pace.step(f"window {number + 1} of {len(windows)}, layer {layer.index}")
     found = (sums / count).clamp_min(0.0).tolist()  # what costs nothing may come out a rounding below it
@@ -132,9 +133,9 @@ def measure(
         model=checkpoint_fingerprint(loaded.model),
         name=model_name(loaded.name),
         text=text_fingerprint(text),
-        tokens=count,
+        tokens=0 if fits_only else count,
         context=context,
-        probe_bits=PROBE_BITS,
+        probe_bits=probe_bits,
         command=command,
         layers=tuple(
             LayerSensitivity(
@@ -207,7 +208,7 @@ class _ListeningLayer(PackedLayer):
         self._heard.values.add(values)
 
 
-def _listen(loaded: Loaded, still: KVCacheConfig, windows: list[Tensor]) -> dict[int, _Heard]:
+def _listen(loaded: Loaded, still: KVCacheConfig, windows: list[Tensor], progress: Progress) -> dict[int, _Heard]:
     """What every layer sees of the windows, at positions all over the model's: RoPE turns the constant part of keys."""
     heard: dict[int, _Heard] = {}
 
@@ -216,6 +217,7 @@ def _listen(loaded: Loaded, still: KVCacheConfig, windows: list[Tensor]) -> dict
 
     with torch.inference_mode():
         for number in range(_READINGS):
+            progress(f"rows and queries: window {number + 1} of {_READINGS}")
             ids = windows[number % len(windows)]
             last = even_positions(loaded.model) - len(ids)
             places = torch.arange(len(ids), device=ids.device) + max(0, last) * number // (_READINGS - 1)

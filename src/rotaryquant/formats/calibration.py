@@ -58,7 +58,7 @@ class Calibration:
 
     model: fingerprint of the checkpoint. name: what the model was called. text: fingerprint of the text. tokens: how
     many predictions were compared, in windows of `context`. probe_bits: of the rows whose effect was measured,
-    ascending. command: that made the file.
+    ascending; empty where only fits were made. command: that made the file.
     """
 
     model: str
@@ -107,7 +107,7 @@ def read_calibration(path: str | Path) -> Calibration:
         if (version := header.pop("version")) != _VERSION:
             raise CalibrationError(f"calibration={path}: version is {version}, this package reads {_VERSION}; {again}")
         probes = header["probe_bits"] = tuple(map(int, header["probe_bits"]))
-        if not probes or sorted(set(probes)) != list(probes) or probes[0] < 1:
+        if sorted(set(probes)) != list(probes) or min(probes, default=1) < 1:
             raise ValueError(f"probe_bits is {list(probes)}, wanted ascending numbers of bits")
         return Calibration(**header, layers=_layers(tensors, len(probes)))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
