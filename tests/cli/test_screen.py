@@ -8,6 +8,7 @@ import pytest
 
 from rotaryquant import env
 from rotaryquant.cli import screen
+from rotaryquant.cli.measurements import numeric_columns
 from rotaryquant.cli.sizes import parse_size, show_bytes
 
 
@@ -94,3 +95,9 @@ def test_lines_do_where_rich_is_not_installed(monkeypatch: pytest.MonkeyPatch) -
     with screen.Waiting(out) as progress:
         progress("one", 0.5)
     assert out.getvalue() == "one\n"
+
+
+def test_columns_of_numbers_are_those_that_begin_as_one_in_every_row() -> None:
+    rows = [["iso3", "0%", "+1.5 (-2..3)", "-", "3 / 1", "holds"], ["4bit x", ".5", "0.0", "", "-0", "8 fail"]]
+    assert numeric_columns(rows) == [1, 2, 3, 4]
+    assert numeric_columns([]) == []

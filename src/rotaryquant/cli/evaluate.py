@@ -23,7 +23,6 @@ EVAL = Kind(
         "gate": "whether a model with this cache may go out: twelve answers judged against the 16-bit ones",
         _HARNESS: "tasks of lm-evaluation-harness: options of `lm-eval run`, the model is set",
     },
-    text_columns=1,
     pictures=True,
 )
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,19 +18,22 @@ if TYPE_CHECKING:
     from rotaryquant.measuring import Outcome
 
 
+#: A cell that begins as a number does, or is empty or a dash.
+_NUMERIC = re.compile(r"[-+]?\.?\d|-?$")
+
+
 @dataclass(frozen=True)
 class Kind:
     """One of the two commands.
 
     command: its name. package: of the modules. noun: what one of them is. names: module → line for the help.
-    text_columns: columns of a table, from the left, that hold words. pictures: whether they draw (`--plot`).
+    pictures: whether they draw (`--plot`).
     """
 
     command: str
     package: str
     noun: str
     names: Mapping[str, str]
-    text_columns: int = 0
     pictures: bool = False
 
     def usage(self) -> str:
@@ -77,7 +81,7 @@ class Kind:
         else:
             for line in outcome.lines:
                 print(line)
-            print_table(outcome.rows, outcome.headers, right=range(self.text_columns, len(outcome.headers)))
+            print_table(outcome.rows, outcome.headers, right=numeric_columns(outcome.rows))
         return 0 if outcome.passed else 1
 
 
@@ -123,13 +127,20 @@ def _write(prefix: str, outcome: "Outcome") -> None:
     Path(f"{prefix}.md").write_text(markdown(outcome), encoding="utf-8")
 
 
+def numeric_columns(rows: Sequence[Sequence[str]]) -> list[int]:
+    """Columns of a table in which every cell begins as a number does, or stands for one that there is not."""
+    return [number for number, cells in enumerate(zip(*rows, strict=True)) if all(map(_NUMERIC.match, cells))]
+
+
 def markdown(outcome: "Outcome") -> str:
     """An outcome as Markdown: the command, where and when it ran, what else to say, the table."""
     data = outcome.data
     versions = ", ".join(f"{package} {version}" for package, version in data["versions"].items())
     device = "" if data["device"] == "cpu" else f"{data['device']}, "
     where = f"{device}{data['machine']}, {data['date']}, {versions}"
-    table = [outcome.headers, ["---:"] * len(outcome.headers), *outcome.rows]
+    numeric = numeric_columns(outcome.rows)
+    rule = ["---:" if column in numeric else "---" for column in range(len(outcome.headers))]
+    table = [outcome.headers, rule, *outcome.rows]
     lines = ["| " + " | ".join(cells) + " |" for cells in table]
     notes = [f"- {line}" for line in outcome.lines]
     return "\n".join([where, "```", data["command"], "```", *notes, "", *lines]) + "\n"
