@@ -23,9 +23,10 @@ from rotaryquant.integrations.transformers.checkpoints import Loaded
 from rotaryquant.integrations.transformers.footprint import Footprint
 from rotaryquant.integrations.transformers.output_projection import output_projection
 from rotaryquant.integrations.transformers.report import layer_bits
+from rotaryquant.integrations.transformers.rope import even_positions
 from rotaryquant.kv.accounting import bits_per_value
 from support.commands import Run
-from support.models import random_tokens
+from support.models import random_tokens, relative_error
 from support.progress import Told
 from support.tiny_llm import save_tiny
 from support.zoo import PACKABLE, build
@@ -258,14 +259,18 @@ def test_fits_are_of_rows_and_queries_at_all_positions(loaded: Loaded, monkeypat
 
 @pytest.mark.parametrize("name", PACKABLE)
 def test_every_family_is_heard_at_late_positions(name: str) -> None:
-    model = build(name)
+    """And reads there what it reads at the first ones: a fit is of keys as a long context has them."""
+    model, ids = build(name), random_tokens(1, 40, vocab=200)
+    places, last = torch.arange(40)[None], even_positions(model) - 40
+    assert last > 400
+    with torch.inference_mode():
+        first, late = (model(ids, position_ids=places + begin).logits for begin in (0, last))
+    assert relative_error(late, first) < 2e-3
     still = KVCacheConfig(tail=1 << 20, protect=False)
     with enabled(model, still) as state:
         assert state is not None
         layers = [layer for layer in state.geometry if layer.packable]
-        heard = calibrate_kv._listen(
-            Loaded(name, Path(), model, None), still, [random_tokens(1, 40, vocab=200)[0]], Told()
-        )
+        heard = calibrate_kv._listen(Loaded(name, Path(), model, None), still, [ids[0]], Told())
     assert sorted(heard) == [layer.index for layer in layers]
     for layer in layers:
         mean, around = heard[layer.index].keys.around_mean()
@@ -393,3 +398,20 @@ def test_fits_alone_give_every_layer_the_bits_of_the_preset(folder: Path, run: R
     status, out, err = run(*words, "--threads", "1", "--fits-only", "-o", str(target), "--json")
     assert status == 0, err
     assert json.loads(out)["allocations"] == []
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_type": "default"}, 1024),
+        ({"rope_type": "dynamic", "original_max_position_embeddings": 256}, 256),
+        ({"full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 512}}, 512),
+        ({"rope_type": "dynamic"}, 1024),
+    ],
+)
+def test_positions_where_angles_would_change_are_left_out(loaded: Loaded, rope: dict[str, Any], positions: int) -> None:
+    model = copy.deepcopy(loaded.model)
+    model.config.rope_parameters = rope
+    assert even_positions(model) == positions
+    model.config.max_position_embeddings = None
+    assert even_positions(model) == 0
