@@ -413,5 +413,3 @@ def test_positions_where_angles_would_change_are_left_out(loaded: Loaded, rope: 
     model = copy.deepcopy(loaded.model)
     model.config.rope_parameters = rope
     assert even_positions(model) == positions
-    model.config.max_position_embeddings = None
-    assert even_positions(model) == 0
