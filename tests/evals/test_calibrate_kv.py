@@ -13,7 +13,7 @@ import torch
 from rotaryquant import KVCacheConfig, enabled
 from rotaryquant.config import parse_kv
 from rotaryquant.errors import CacheFileError, CalibrationError, ConfigError, UnsupportedModelError
-from rotaryquant.evals import calibrate_kv
+from rotaryquant.evals import calibrate_kv, fit_rows
 from rotaryquant.evals.inputs import load_model
 from rotaryquant.evals.windows import windows_of
 from rotaryquant.formats.calibration import Calibration, read_calibration, write_calibration
@@ -234,7 +234,7 @@ def gathered(model: Any, index: int, ids: torch.Tensor, places: torch.Tensor) ->
 
 def test_fits_are_of_rows_and_queries_at_all_positions(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against moments gathered by hand; of values, the metric is that of the output projection."""
-    monkeypatch.setattr(calibrate_kv, "_READINGS", 3)
+    monkeypatch.setattr(fit_rows, "_READINGS", 3)
     found = measured(loaded).layers[1]
     heads, width = found.num_kv_heads, found.width
     ids, _ = windows_of(loaded, TEXT, 600, 200)
@@ -270,7 +270,7 @@ def test_every_family_is_heard_at_late_positions(name: str) -> None:
     with enabled(model, still) as state:
         assert state is not None
         layers = [layer for layer in state.geometry if layer.packable]
-        heard = calibrate_kv._listen(Loaded(name, Path(), model, None), still, [ids[0]], Told())
+        heard = fit_rows._listen(Loaded(name, Path(), model, None), still, [ids[0]], Told())
     assert sorted(heard) == [layer.index for layer in layers]
     for layer in layers:
         mean, around = heard[layer.index].keys.around_mean()
