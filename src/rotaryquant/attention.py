@@ -110,11 +110,12 @@ def dense_attention(
         allowed = mask if mask is not None else causal_mask(rows, columns, pads, options.window, queries.device)
         if allowed.dtype != torch.bool:
             allowed = allowed.to(queries.dtype)
-        if queries.is_cuda:  # where no fused kernel takes both a mask and grouped heads
+        grouped = queries.device.type == "cpu"  # elsewhere no fused kernel takes both a mask and grouped heads
+        if not grouped:
             repeat = queries.shape[1] // keys.shape[1]
             keys, values = keys.repeat_interleave(repeat, 1), values.repeat_interleave(repeat, 1)
         out = scaled_dot_product_attention(
-            queries, keys, values, attn_mask=allowed, scale=options.scale, enable_gqa=not queries.is_cuda
+            queries, keys, values, attn_mask=allowed, scale=options.scale, enable_gqa=grouped
         )
         # sdpa's result for a row that sees nothing depends on its backend
         return out if allowed.dtype != torch.bool else out * allowed.any(-1, keepdim=True).to(out.dtype)

@@ -56,7 +56,7 @@ class Fit:
         """A⁻ᵀ of each head, by which queries meet codes; its transpose takes rows back."""
         return np.asarray(np.linalg.inv(self.balance.astype(np.float64)).transpose(0, 2, 1))
 
-    @cached_property
+    @property
     def coded_metric(self) -> Array:
         """A⁻ᵀ·M·A⁻¹ of each head: what errors of coded rows cost."""
         return np.asarray(self.dual @ self.metric.astype(np.float64) @ self.dual.transpose(0, 2, 1))
