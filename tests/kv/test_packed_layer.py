@@ -591,3 +591,21 @@ def test_rows_are_kept_differently_until_some_are_packed() -> None:
     assert layer.rows[0].packed_len == 128
     with pytest.raises(ValueError, match="packed rows and sinks stay"):
         layer.reconfigure(KVCacheConfig())
+
+
+@pytest.mark.parametrize("rule", ["default", "fitted"])
+def test_rows_that_share_blocks_are_read_each_with_its_own_newest(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference unpacks what they share once; keys, values, means and queries of their own must not mix."""
+    force_kernel(monkeypatch, "reference")
+    keys, values = random_rows(2, 300)
+    together = PackedLayer(RULES[rule], 0)
+    feed(together, keys, values, [300], prompt=1)
+    together.select(torch.tensor([0, 0, 1, 1]))
+    new_keys, new_values = random_rows(4, 5, seed=3)
+    queries = torch.randn(4, 2 * KV_HEADS, 5, 64, generator=torch.Generator().manual_seed(4))
+    got = feed(together, new_keys, new_values, [5], queries=queries)
+    for row, source in enumerate([0, 0, 1, 1]):
+        alone, own = PackedLayer(RULES[rule], 0), slice(row, row + 1)
+        feed(alone, keys[source : source + 1], values[source : source + 1], [300], prompt=1)
+        want = feed(alone, new_keys[own], new_values[own], [5], queries=queries[own])
+        assert relative_error(got[own], want) < 1e-5
