@@ -96,6 +96,9 @@ def measure(
         )
     windows, start = windows_of(loaded, text, context, tokens)
     still = dataclasses.replace(kv, tail=_ALL, protect=False)
+    if not any_baseline:  # better to hear of it before all else
+        window, nll = _read(loaded, still, windows[0])
+        check_plausible(float(torch.tensor(nll / len(window.exact)).exp()), start)
     with enabled(loaded.model, still) as state:
         assert state is not None
         layers = [layer for layer in state.geometry if layer.packable]
@@ -105,12 +108,10 @@ def measure(
     probes = list(itertools.product(range(2), range(2), range(len(probe_bits))))
     sums = torch.zeros(len(layers), 2, 2, len(probe_bits), dtype=torch.float64)
     pace = _Pace(len(probes) * len(layers) * len(windows), progress)
-    nll, count = 0.0, 0
-    for number, ids in enumerate(windows[:1] if fits_only else windows):
-        window, window_nll = _read(loaded, still, ids)
-        nll, count = nll + window_nll, count + len(window.exact)
-        if number == 0 and not any_baseline:
-            check_plausible(float(torch.tensor(nll / count).exp()), start)
+    count = 0
+    for number, ids in enumerate([] if fits_only else windows):
+        window, _ = _read(loaded, still, ids)
+        count += len(window.exact)
         with enabled(loaded.model, still):
             for place, layer in enumerate(layers):
                 for which, fitted, bits in probes:
@@ -119,12 +120,12 @@ def measure(
                         loaded, window, kv, layer.index, which, probe_bits[bits], fit
                     )
                     pace.step(f"window {number + 1} of {len(windows)}, layer {layer.index}")
-    found = (sums / count).clamp_min(0.0).tolist()  # what costs nothing may come out a rounding below it
+    found = (sums / max(count, 1)).clamp_min(0.0).tolist()  # what costs nothing may come out a rounding below it
     return Calibration(
         model=checkpoint_fingerprint(loaded.model),
         name=model_name(loaded.name),
         text=text_fingerprint(text),
-        tokens=0 if fits_only else count,
+        tokens=count,
         context=context,
         probe_bits=probe_bits,
         command=command,

@@ -25,10 +25,10 @@ class Session:
     cache is then dropped whole.
     """
 
-    def __init__(self, model: PreTrainedModel, enabled: EnabledModel | None, chunk: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, enabled: EnabledModel | None) -> None:
         self.model = model
         self.enabled = enabled
-        self.chunk = chunk or (CHUNK if model.device.type == "cpu" else CHUNK_ELSEWHERE)
+        self.chunk = CHUNK if model.device.type == "cpu" else CHUNK_ELSEWHERE
         self.tokens: list[int] = []
         self.cache: Cache | None = None
 
