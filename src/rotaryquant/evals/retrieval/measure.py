@@ -24,7 +24,7 @@ from rotaryquant.evals.retrieval.questions import score
 from rotaryquant.evals.retrieval.tasks import Task
 from rotaryquant.evals.simulated import Simulation
 from rotaryquant.integrations.transformers.checkpoints import Loaded
-from rotaryquant.kv.accounting import LayerBits, bits_per_value
+from rotaryquant.kv.accounting import bits_per_value
 from rotaryquant.measuring import Outcome, Progress, model_name, provenance, read_text
 
 _LEAST_CONTEXT = 512
@@ -44,10 +44,10 @@ class Setting:
 
 @dataclass
 class Measured:
-    """Cells by row and context; of each packed cache its layers, a line on it, and seconds by cache."""
+    """Cells by row and context; of each packed cache its bits by context, a line on it, and seconds by cache."""
 
     cells: dict[tuple[str, int], Cell] = field(default_factory=dict)
-    layers: dict[str, list[LayerBits]] = field(default_factory=dict)
+    bits: dict[tuple[str, int], float] = field(default_factory=dict)
     summaries: dict[str, str] = field(default_factory=dict)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
@@ -66,7 +66,8 @@ class Measured:
                 cell.packed.setdefault(kv_name, []).append(scored)
                 cell.reads.setdefault(kv_name, []).append(said.packed_reads)
         if kv is not None:
-            self.layers[kv_name], self.summaries[kv_name] = answered.layers, answered.summary
+            self.bits[kv_name, length] = bits_per_value(answered.layers, length)
+            self.summaries[kv_name] = answered.summary
 
 
 def add_grid_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,7 +119,7 @@ def run_grid(args: argparse.Namespace, progress: Progress, tasks: Mapping[str, T
     packed = {name: kv for name, kv in specs.items() if kv is not None}
     setting = Setting(loaded, form_of(args.form, loaded), Filler(loaded, text), packed, args.seed, args.batch)
     measured = measure(setting, tasks, contexts, args.questions, progress)
-    return _outcome(args, setting, contexts, measured, row)
+    return outcome(args, setting, contexts, measured, row)
 
 
 def measure(
@@ -136,7 +137,8 @@ def measure(
     measured = Measured()
     parts = list(itertools.product(contexts, tasks.items()))
     for part, (length, (name, task)) in enumerate(parts):
-        drawn = _draw(setting, name, task, length, questions)
+        wanted = range(contexts_wanted(setting, name, task, length, questions))
+        drawn = [draw(setting, name, task, length, number) for number in wanted]
         rows = {(question.row, length) for context in drawn for question in context.questions}
         caches = ("fp16", *setting.specs)
         for place, kv_name in enumerate(caches):
@@ -149,29 +151,39 @@ def measure(
     return measured
 
 
-def _draw(setting: Setting, name: str, task: Task, length: int, questions: int) -> list[Context]:
-    """As many contexts of a task as give every row at least `questions`."""
-    drawn: list[Context] = []
-    least = 0
+def draw(setting: Setting, name: str, task: Task, length: int, number: int) -> Context:
+    """Context `number` of a task at a length, the same whatever else is drawn."""
+    rng = _rng(setting, name, length, number)
+    drawn = task(rng, setting.form.wording)
+    start = rng.randrange(len(setting.filler.sentences))
+    return build_context(setting.loaded, setting.form, setting.filler, drawn, length, start)
+
+
+def contexts_wanted(setting: Setting, name: str, task: Task, length: int, questions: int) -> int:
+    """How many contexts of a task give every row at least `questions`."""
+    number = least = 0
     while least < questions:
-        rng = random.Random(f"{setting.seed}/{name}/{length}/{len(drawn)}")  # noqa: S311 - a reproducible draw
-        draft = task(rng, setting.form.wording)
-        start = rng.randrange(len(setting.filler.sentences))
-        drawn.append(build_context(setting.loaded, setting.form, setting.filler, draft, length, start))
-        least += min(Counter(question.row for question in draft.questions).values())
-    return drawn
+        drawn = task(_rng(setting, name, length, number), setting.form.wording)
+        least += min(Counter(question.row for question in drawn.questions).values())
+        number += 1
+    return number
 
 
-def _outcome(
+def _rng(setting: Setting, name: str, length: int, number: int) -> random.Random:
+    return random.Random(f"{setting.seed}/{name}/{length}/{number}")  # noqa: S311 - a reproducible draw
+
+
+def outcome(
     args: argparse.Namespace, setting: Setting, contexts: Sequence[int], measured: Measured, row: str
 ) -> Outcome:
+    """What was measured as data, a table and a picture, judged. args: model, device, text and seed of the run."""
     form = setting.form
     results: list[dict[str, Any]] = []
     for kv in setting.specs:
         for (name, context), cell in measured.cells.items():
             results.append({"kv": kv, "row": name, "context": context, **cell.result(kv)})
             if kv in cell.packed:
-                results[-1]["bits_per_value"] = bits_per_value(measured.layers[kv], context)
+                results[-1]["bits_per_value"] = measured.bits[kv, context]
     cells = measured.cells.values()
     asked = {kv: sum(len(cell.exact) for cell in cells if kv in ("fp16", *cell.packed)) for kv in measured.seconds}
     verdicts = {kv: [cell for cell in results if cell["kv"] == kv] for kv in setting.specs}

@@ -4,10 +4,8 @@ import torch
 from torch import Tensor
 
 from rotaryquant.formats.codebook import CYCLE, FINE
+from rotaryquant.ops.circles import best_circles
 from rotaryquant.ops.streams import Codec
-
-#: Circles of a trellis that are coded together: 512 sums of each are held.
-_CIRCLES = 4096
 
 
 def unsupported(y: Tensor, codec: Codec) -> str | None:
@@ -53,45 +51,9 @@ def _codes_with_feedback(t: Tensor, codec: Codec) -> Tensor:
 
 
 def _trellis_codes(t: Tensor, codec: Codec) -> Tensor:
-    """Codes int64 of values in units of their root mean square: the circles with the least squared error.
-
-    Errors are counted in integers, FINE of them to a step of a level, so that ties do not depend on rounding: of equal
-    circles the one that ends with the lowest class is taken, then that with the lowest classes before, then the lowest
-    codes.
-    """
+    """Codes int64 of values in units of their root mean square, errors counted FINE to a step of a level."""
     fine = (t * (FINE / codec.unit) + 0.5).floor().long()
-    circles = fine.reshape(-1, CYCLE)
-    levels = FINE * codec.levels.long().view(codec.classes, -1)
-    return torch.cat([_best_circles(part, levels) for part in torch.split(circles, _CIRCLES)]).view(t.shape)
-
-
-def _first_least(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Smallest entries of integers along a dimension, and the first place of each."""
-    count = x.shape[dim]
-    order = torch.arange(count, device=x.device).view([-1 if d == dim else 1 for d in range(x.dim())])
-    least = (x * count + order).amin(dim)
-    return least // count, least % count
-
-
-def _best_circles(x: Tensor, levels: Tensor) -> Tensor:
-    """Codes [circles, CYCLE] of x, integers of the same shape (Viterbi for each last class). levels: [class, code]."""
-    circles, classes = len(x), len(levels)
-    cost = torch.full((circles, classes, classes), 1 << 40, device=x.device)  # of each last class and state
-    cost.diagonal(dim1=1, dim2=2).zero_()
-    came, chosen = [], []
-    for column in range(CYCLE):
-        error = (x[:, column, None, None] - levels).square().view(circles, classes, levels.shape[1] // classes, classes)
-        step, code = _first_least(error, 2)  # [circles, class before, class], by the codes that lead there
-        cost, before = _first_least(cost[..., None] + step[:, None], 2)
-        came.append(before)
-        chosen.append(code * classes + torch.arange(classes, device=x.device))
-    state = _first_least(cost.diagonal(dim1=1, dim2=2), 1)[1]
-    end, rows, codes = state, torch.arange(circles, device=x.device), torch.empty_like(x)
-    for column in range(CYCLE - 1, -1, -1):
-        before = came[column][rows, end, state]
-        codes[:, column] = chosen[column][rows, before, state]
-        state = before
-    return codes
+    return best_circles(fine.reshape(-1, CYCLE), FINE * codec.levels.long().view(codec.classes, -1)).view(t.shape)
 
 
 def run(y: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,1 @@
+"""Triton programs, one file each; `ops/` decides when they run."""
