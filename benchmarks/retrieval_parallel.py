@@ -155,12 +155,14 @@ class Plan:
 
 def ask(args: argparse.Namespace) -> int:
     """Share units out, and write what comes back. Returns how many are left."""
-    plan = Plan(wanted_contexts(args), args.kv, read_journal(args.journal))
+    plan = Plan(wanted_contexts(args), list(parse_specs(args.kv)), read_journal(args.journal))
+    if not plan.missing():
+        return 0
     devices = [f"cuda:{gpu}" for gpu in range(args.gpus)] or ["cpu"]
     spawn = multiprocessing.get_context("spawn")
     units, done = spawn.Queue(), spawn.Queue()
     workers = [
-        spawn.Process(target=work, args=(args, device, units, done))
+        spawn.Process(target=work, args=(args, device, units, done), daemon=True)
         for device in devices
         for _ in range(args.processes)
     ]
@@ -209,14 +211,14 @@ def wanted_contexts(args: argparse.Namespace) -> dict[tuple[int, str], int]:
 
 def report(args: argparse.Namespace) -> int:
     """Judge a journal, and write data and table. Returns how many contexts are missing."""
-    wanted, lines = wanted_contexts(args), read_journal(args.journal)
-    if missing := Plan(wanted, args.kv, lines).missing():
+    wanted, lines, kvs = wanted_contexts(args), read_journal(args.journal), list(parse_specs(args.kv))
+    if missing := Plan(wanted, kvs, lines).missing():
         return missing
     measured = Measured()
     for (length, task), contexts in wanted.items():
         for row, cell in exact_cells(lines, length, task, contexts).items():
             measured.cells[row, length] = cell
-        for kv in ("fp16", *args.kv):
+        for kv in ("fp16", *kvs):
             for number in range(contexts):
                 line = lines.get((length, task, number, kv))
                 if line is None:
