@@ -32,7 +32,7 @@ from rotaryquant.evals.retrieval.forms import form_of
 from rotaryquant.evals.retrieval.grid import Cell
 from rotaryquant.evals.retrieval.measure import Measured, Setting, contexts_wanted, draw, outcome
 from rotaryquant.evals.retrieval.questions import Score
-from rotaryquant.measuring import read_text
+from rotaryquant.measuring import provenance, read_text
 
 #: Tokens of contexts that a batch of questions holds copies of, at most 20 questions.
 _BATCH_TOKENS, _BATCH = 262_144, 20
@@ -59,7 +59,6 @@ def parse() -> argparse.Namespace:
                 command.add_argument("--seconds", type=float, metavar="S", help="begin no context after so long")
             else:
                 command.add_argument("-o", "--output", type=Path, required=True, metavar="PREFIX")
-                command.add_argument("--device-name", metavar="NAME", help="where the journal was made")
     return parser.parse_args()
 
 
@@ -95,8 +94,9 @@ def line_of(unit: Unit, measured: Measured, kv: str) -> dict[str, Any]:
     return line
 
 
-def read_journal(path: Path) -> dict[Unit, dict[str, Any]]:
-    """Lines by unit; a line that a stopped run left unfinished is not one."""
+def read_journal(path: Path) -> tuple[dict[str, Any], dict[Unit, dict[str, Any]]]:
+    """Where it was made, and lines by unit; a line that a stopped run left unfinished is not one."""
+    made: dict[str, Any] = {}
     found: dict[Unit, dict[str, Any]] = {}
     if path.exists():
         for text in path.read_text().splitlines():
@@ -104,9 +104,12 @@ def read_journal(path: Path) -> dict[Unit, dict[str, Any]]:
                 line = json.loads(text)
             except ValueError:
                 continue
+            if "machine" in line:
+                made = line
+                continue
             length, task, number, kv = line["unit"]
             found[length, task, number, kv] = line
-    return found
+    return made, found
 
 
 def exact_cells(lines: Mapping[Unit, Mapping[str, Any]], length: int, task: str, contexts: int) -> dict[str, Cell]:
@@ -155,7 +158,7 @@ class Plan:
 
 def ask(args: argparse.Namespace) -> int:
     """Share units out, and write what comes back. Returns how many are left."""
-    plan = Plan(wanted_contexts(args), list(parse_specs(args.kv)), read_journal(args.journal))
+    plan = Plan(wanted_contexts(args), list(parse_specs(args.kv)), read_journal(args.journal)[1])
     if not plan.missing():
         return 0
     devices = [f"cuda:{gpu}" for gpu in range(args.gpus)] or ["cpu"]
@@ -171,6 +174,7 @@ def ask(args: argparse.Namespace) -> int:
     began = said = time.monotonic()
     under_way = 0
     with args.journal.open("a") as journal:
+        journal.write(json.dumps(provenance(devices[0])) + "\n")
         while True:
             late = args.seconds is not None and time.monotonic() - began > args.seconds
             while not late and under_way < len(workers) + len(devices) and (unit := plan.take()) is not None:
@@ -211,7 +215,8 @@ def wanted_contexts(args: argparse.Namespace) -> dict[tuple[int, str], int]:
 
 def report(args: argparse.Namespace) -> int:
     """Judge a journal, and write data and table. Returns how many contexts are missing."""
-    wanted, lines, kvs = wanted_contexts(args), read_journal(args.journal), list(parse_specs(args.kv))
+    wanted, kvs = wanted_contexts(args), list(parse_specs(args.kv))
+    made, lines = read_journal(args.journal)
     if missing := Plan(wanted, kvs, lines).missing():
         return missing
     measured = Measured()
@@ -234,8 +239,7 @@ def report(args: argparse.Namespace) -> int:
                     "depth" if args.command == "needle" else "task")  # fmt: skip
     if args.command == "needle":
         found.data["needles"] = args.needles or 1
-    if args.device_name:
-        found.data["device"] = args.device_name
+    found.data |= made
     args.output.with_suffix(".json").write_text(json.dumps(found.data, indent=1) + "\n")
     print("\n".join(found.lines))
     for row in (found.headers, *found.rows):
