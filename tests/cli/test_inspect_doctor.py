@@ -1,9 +1,12 @@
 """`inspect`, `kernels` and `doctor`."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from rotaryquant.cli.doctor import PYTHON, TORCH, TRANSFORMERS, Finding, in_range, parse_version
 from support.assets import REPOSITORY
@@ -30,6 +33,31 @@ def test_inspect_reads_headers_alone(run: Run, model: str, monkeypatch: pytest.M
     assert "1,024" in out
 
 
+def test_inspect_tells_what_tensors_are_for(run: Run, model: str) -> None:
+    status, out, _ = run("inspect", model, "--json", "--kurtosis")
+    data = json.loads(out)
+    rows = {row["role"]: row for row in data["roles"]}
+    assert status == 0
+    assert sum(row["parameters"] for row in rows.values()) == data["parameters"]
+    assert sum(row["nbytes"] for row in rows.values()) == data["weight_bytes"]
+    assert rows["attention"]["tensors"] == 4 * len(data["layers"])
+    assert isinstance(rows["attention"]["kurtosis"], float)
+    assert rows["norm"]["kurtosis"] is None
+    assert [row["kurtosis"] for row in json.loads(run("inspect", model, "--json")[1])["roles"]] == [None] * len(rows)
+    shown = run("inspect", model, "--kurtosis")[1]
+    assert "kurtosis" in shown
+    assert "kurtosis" not in run("inspect", model)[1]
+
+
+def test_inspect_refuses_a_tensor_of_which_nobody_knows(run: Run, model: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "odd"))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"model.layers.0.mlp.mystery.weight": torch.zeros(2, 2)}, folder / "model.safetensors")
+    status, _, err = run("inspect", str(folder))
+    assert status == 1
+    assert "tensor 'model.layers.0.mlp.mystery.weight': no rule says what it is for" in err
+
+
 def test_inspect_a_gguf_file(run: Run, tmp_path: Path) -> None:
     from support.tiny_gguf import write_gguf
 
@@ -38,6 +66,10 @@ def test_inspect_a_gguf_file(run: Run, tmp_path: Path) -> None:
     assert status == 0
     assert (data["family"], data["max_context"], data["kv"]) == ("llama", 512, "fp16")
     assert data["contexts"][-1]["bytes_16bit"] == data["contexts"][-1]["bytes_stored"]
+    assert {"embedding", "attention", "dense MLP", "norm"} <= {row["role"] for row in data["roles"]}
+    status, _, err = run("inspect", str(tmp_path / "tiny.gguf"), "--kurtosis")
+    assert status == 2
+    assert "--kurtosis reads safetensors" in err
 
 
 def test_kernels_lists_every_op_and_kernel(run: Run) -> None:

@@ -1,0 +1,1 @@
+"""Facts about model families: what their tensors are for. No forward pass."""
