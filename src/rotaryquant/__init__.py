@@ -1,11 +1,12 @@
 """RotaryQuant: language models with a packed KV cache, and measurements of what that costs.
 
 Importing this package starts no device, compiles nothing and patches nothing; transformers is imported by the
-first call that needs it.
+first call that needs it. Where transformers is imported too, it can load checkpoints with packed weights.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from rotaryquant._registration import register as _register
 from rotaryquant.config import KVCacheConfig, parse_kv
 
 if TYPE_CHECKING:
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["EnabledModel", "KVCacheConfig", "disable", "enable", "enabled", "parse_kv"]
+
+_register()
 
 _LAZY = {"EnabledModel", "disable", "enable", "enabled"}
 

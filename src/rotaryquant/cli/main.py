@@ -16,6 +16,7 @@ COMMANDS = {
     "inspect": ("inspect_model", "layers and KV bytes of a model, from its headers alone"),
     "kernels": ("kernels", "which kernels can run here, and why others cannot"),
     "doctor": ("doctor", "check this installation and say how to mend it"),
+    "quantize": ("quantize", "write a checkpoint with packed weights"),
     "calibrate": ("calibrate", "measure which layers few bits hurt, for --kv ...,calibration=FILE"),
     "eval": ("evaluate", "measure what a packed KV cache costs"),
     "bench": ("bench", "measure how fast it is, against named peers"),

@@ -33,6 +33,9 @@ class Role(StrEnum):
     OTHER_INPUT = "other input"  #: vision and audio towers and their projections
 
 
+#: Behind the name of a packed tensor, the name of its scales: they are of its role.
+SCALE = "_scale"
+
 #: Roles whose tensors stay as they are whatever the recipe: small, and errors in them change which experts run, how
 #: long a state lives, or everything behind them.
 KEPT = frozenset({Role.ROUTER, Role.SHARED_GATE, Role.STATE, Role.NORM, Role.BIAS, Role.OTHER_INPUT})
@@ -120,7 +123,9 @@ def roles_of(names: Iterable[str]) -> dict[str, Role]:
     beside routed experts is a shared expert however it is called (Gemma 4), and a shared one without routed experts
     beside it is a dense MLP (Granite). Raises UnsupportedModelError that names the tensors that no rule knows.
     """
-    told = {name: _named(name) for name in names}
+    names = list(names)
+    known = set(names)
+    told = {name: _named(base if (base := name.removesuffix(SCALE)) in known else name) for name in names}
     if unknown := sorted(name for name, (_, role) in told.items() if role is None):
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise UnsupportedModelError(

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+import rotaryquant.integrations.transformers.packed_weights  # noqa: F401 - transformers learns to read them
 from rotaryquant.errors import ConfigError, ModelFileError
 from rotaryquant.integrations.transformers.gguf import converted_folder
 from rotaryquant.integrations.transformers.quiet import quiet

@@ -177,6 +177,12 @@ void run_quantize(const QuantizeArgs& args, int64_t rows, int threads) {
   });
 }
 
+void run_circles(const CirclesArgs& args, int64_t circles, int threads) {
+  const Kernels& kernel = rq::kernels();
+  constexpr int64_t work = 4096;  // of a circle, in the row values that run_row_chunks counts
+  run_row_chunks(circles, work, threads, [&](int64_t first, int64_t count) { kernel.circles(args, first, count); });
+}
+
 void run_repack(const RepackArgs& args, int64_t blocks, int threads) {
   const Kernels& kernel = rq::kernels();
   const int64_t strips = blocks * divide_up(args.rows, kStrip);

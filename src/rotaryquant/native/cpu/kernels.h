@@ -97,6 +97,14 @@ struct QuantizeArgs {
   uint16_t* scales;  // [rows, groups]
 };
 
+// Circles of a trellis on their own: integers in, in the steps of `levels`, [classes][codes].
+struct CirclesArgs {
+  int64_t bits;
+  const int32_t* levels;
+  const int32_t* x;  // [circles, 16]
+  uint8_t* codes;    // [circles, 16]
+};
+
 // Blocks of `rows` rows each. A unit is one strip, whole or not.
 struct RepackArgs {
   Step step;
@@ -184,6 +192,7 @@ struct Kernels {
   int64_t (*attention_scratch)(const AttentionArgs&);
   void (*rotate)(const RotateArgs&, int64_t batch, int64_t head, int64_t first, int64_t count, char* scratch);
   void (*quantize)(const QuantizeArgs&, int64_t first, int64_t count, char* scratch);
+  void (*circles)(const CirclesArgs&, int64_t first, int64_t count);
   void (*repack)(const RepackArgs&, int64_t first, int64_t count);
   Met (*append)(const AppendArgs&, const AppendUnit&, char* scratch);
   void (*attention)(const AttentionArgs&, const AttentionUnit&, const AttentionPart&, char* scratch);

@@ -56,6 +56,16 @@ void py_quantize(const Array& y, const Codec& codec, const Array& codes, const A
   run_quantize({codec, y.at<const float>(), codes.at<uint8_t>(), scales.at<uint16_t>()}, rows, threads);
 }
 
+void py_circles(const Array& x, const Array& levels, const Array& codes, int64_t bits, int threads) {
+  require(bits >= 2 && bits <= 4, "bits must be 2, 3 or 4");
+  require(x.shape.size() == 2, "x must be [circles, 16]");
+  const int64_t circles = x.shape[0], classes = bits == 3 ? kClasses<kTrellis + 3> : kClasses<kTrellis + 2>;
+  x.of_type("x", Dtype::i32).of_shape("x", {circles, 16}).contiguous("x");
+  codes.of_type("codes", Dtype::u8).of_shape("codes", {circles, 16}).contiguous("codes");
+  levels.of_type("levels", Dtype::i32).of_shape("levels", {classes, int64_t(1) << bits}).contiguous("levels");
+  run_circles({bits, levels.at<const int32_t>(), x.at<const int32_t>(), codes.at<uint8_t>()}, circles, threads);
+}
+
 Step step_named(const std::string& name) {
   if (name == "pack") return Step::pack;
   if (name == "unpack") return Step::unpack;
@@ -252,6 +262,7 @@ NB_MODULE(_native, m) {
   m.def("stage", &py_stage, "keys"_a, "values"_a, "held_keys"_a, "held_values"_a, "slot"_a, "threads"_a, Release());
   m.def("rotate", &py_rotate, "x"_a, "out"_a, "rotation"_a, "inverse"_a, "threads"_a, Release());
   m.def("quantize", &py_quantize, "y"_a, "codec"_a, "codes"_a, "scales"_a, "threads"_a, Release());
+  m.def("circles", &py_circles, "x"_a, "levels"_a, "codes"_a, "bits"_a, "threads"_a, Release());
   m.def("repack", &py_repack, "step"_a, "rows"_a, "out"_a, "bits"_a, "width"_a, "layout"_a, "threads"_a,
         Release());
   m.def("append", &py_append, "x"_a, "rotation"_a, "stream"_a, "block_table"_a, "src_begin"_a, "counts"_a,

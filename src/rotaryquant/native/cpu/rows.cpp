@@ -168,6 +168,16 @@ void quantize(const QuantizeArgs& args, int64_t first, int64_t count, char* scra
   }
 }
 
+void circles(const CirclesArgs& args, int64_t first, int64_t count) {
+  for (int64_t i = kCycle * first; i < kCycle * (first + count); i += kCycle) {
+    switch (args.bits) {
+      case 2: trellis_codes<kTrellis + 2>(args.levels, args.x + i, args.codes + i); break;
+      case 3: trellis_codes<kTrellis + 3>(args.levels, args.x + i, args.codes + i); break;
+      default: trellis_codes<kTrellis + 4>(args.levels, args.x + i, args.codes + i);
+    }
+  }
+}
+
 void repack(const RepackArgs& args, int64_t first, int64_t count) {
   switch (args.bits) {
     case 2: return repack_strips<2>(args, first, count);

@@ -5,7 +5,7 @@ from torch import Tensor
 from rotaryquant.formats.codebook import CYCLE
 from rotaryquant.ops import dispatch
 
-KERNELS = ("triton", "reference")
+KERNELS = ("cpu", "triton", "reference")
 
 
 def best_circles(x: Tensor, levels: Tensor, *, kernel: str = "auto") -> Tensor:

@@ -1,0 +1,127 @@
+"""Modules with packed weights, in the place of a model's own: linear layers, embeddings, experts.
+
+Each has the parameters of the one it replaces under the same names, as codes, and beside each the scales, `NAME_scale`.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from rotaryquant.errors import UnsupportedModelError
+from rotaryquant.formats.weight import WeightFormat
+from rotaryquant.models.roles import SCALE
+from rotaryquant.ops.dequant_matmul import dequant_matmul, dequantize, rotate_inputs
+from rotaryquant.ops.weights import PackedWeight, WeightCodec
+
+
+@lru_cache(maxsize=256)
+def _codec(form: WeightFormat, device: torch.device) -> WeightCodec:
+    return WeightCodec.from_format(form, device)
+
+
+class _Packed(nn.Module):
+    """What packed modules share: adding a packed parameter, and reading it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._forms: dict[str, WeightFormat] = {}
+        # a model takes the dtype of its first parameter that has one; in 16 bits scales keep their range
+        self._scale_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
+
+    def _add(self, name: str, shape: tuple[int, ...], form: WeightFormat) -> None:
+        """A parameter of that shape, the last dimension its width, as codes and scales."""
+        self._forms[name] = form
+        codes = torch.empty(*shape[:-1], form.code_bytes, dtype=torch.uint8)
+        scales = torch.empty(*shape[:-1], form.groups, dtype=self._scale_dtype)
+        self.register_parameter(name, nn.Parameter(codes, requires_grad=False))
+        self.register_parameter(name + SCALE, nn.Parameter(scales, requires_grad=False))
+
+    def packed(self, name: str) -> PackedWeight:
+        """A parameter as the ops read it."""
+        codes, scales = getattr(self, name), getattr(self, name + SCALE)
+        return PackedWeight(_codec(self._forms[name], codes.device), codes, scales)
+
+    def form(self, name: str) -> WeightFormat:
+        """How a parameter is stored."""
+        return self._forms[name]
+
+    def extra_repr(self) -> str:
+        """Shapes and bits."""
+        return ", ".join(f"{name}: {form.width} at {form.bits} bits, {form.grid}" for name, form in self._forms.items())
+
+
+class PackedLinear(_Packed):
+    """In the place of `nn.Linear`."""
+
+    def __init__(self, source: nn.Linear, form: WeightFormat, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.in_features, self.out_features = source.in_features, source.out_features
+        self._add("weight", (source.out_features, source.in_features), form)
+        self.bias: nn.Parameter | None = None
+        if "bias" in dict(source.named_parameters()):
+            self.bias = nn.Parameter(torch.empty_like(source.bias), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Inputs [..., in_features] to [..., out_features], in x's dtype."""
+        y = dequant_matmul(rotate_inputs(x, self.form("weight")), self.packed("weight")).to(x.dtype)
+        return y if self.bias is None else y + self.bias.to(x.dtype)
+
+
+class PackedEmbedding(_Packed):
+    """In the place of `nn.Embedding`, of Gemma's too, which multiplies its rows by a factor."""
+
+    def __init__(self, source: nn.Embedding, form: WeightFormat, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        scaled = getattr(source, "scalar_embed_scale", None)
+        if type(source) is not nn.Embedding and scaled is None:
+            raise UnsupportedModelError(f"an embedding of class {type(source).__name__} has no packed form here")
+        self.num_embeddings, self.embedding_dim = source.num_embeddings, source.embedding_dim
+        self.padding_idx, self.factor, self.dtype = source.padding_idx, scaled, dtype
+        self._add("weight", (source.num_embeddings, source.embedding_dim), form)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Rows [..., embedding_dim] of ids, in the model's dtype; only these are read."""
+        whole, form = self.packed("weight"), self.form("weight")
+        rows = PackedWeight(whole.codec, whole.codes[ids], whole.scales[ids])
+        found = rotate_inputs(dequantize(rows), form, inverse=True).to(self.dtype)
+        # as the module that this one replaces: the factor in the dtype of the rows
+        return found if self.factor is None else found * torch.tensor(self.factor, dtype=self.dtype, device=ids.device)
+
+
+class PackedExperts(_Packed):
+    """In the place of a module of routed experts, gated or not. Only the experts that tokens go to are read."""
+
+    _IN, _OUT = ("gate_up_proj", "up_proj"), "down_proj"
+
+    def __init__(self, source: nn.Module, forms: dict[str, WeightFormat], dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._gate: Callable[..., Tensor] = type(source).__dict__["_apply_gate"]
+        given = vars(source) | dict(source.named_children())
+        self.num_experts: int = given["num_experts"]
+        self.act_fn: Callable[[Tensor], Tensor] = given["act_fn"]
+        self.has_gate: bool = getattr(source, "has_gate", True) is True
+        if getattr(source, "is_transposed", False) or getattr(source, "has_bias", False):
+            raise UnsupportedModelError(
+                f"experts of class {type(source).__name__} are stored transposed or have biases, which packed ones "
+                f"have not; leave routed experts as they are"
+            )
+        for name, parameter in source.named_parameters(recurse=False):
+            self._add(name, tuple(parameter.shape), forms[name])
+        self._first = next(name for name in self._IN if name in forms)
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Tokens [tokens, hidden], their experts [tokens, k] and weights, to [tokens, hidden]."""
+        out = torch.zeros_like(hidden, dtype=torch.float32)
+        rotated = rotate_inputs(hidden, self.form(self._first))
+        first, second = self.packed(self._first), self.packed(self._OUT)
+        for expert in torch.unique(top_k_index).tolist():
+            if expert >= self.num_experts:  # a sentinel: the expert is elsewhere
+                continue
+            token, place = torch.where(top_k_index == expert)
+            up = dequant_matmul(rotated[token], first[expert]).to(hidden.dtype)
+            inner = self._gate(self, up) if self.has_gate else self.act_fn(up)
+            down = dequant_matmul(rotate_inputs(inner, self.form(self._OUT)), second[expert])
+            out.index_add_(0, token, down.float() * top_k_weights[token, place, None].float())
+        return out.to(hidden.dtype)

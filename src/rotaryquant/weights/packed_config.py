@@ -1,0 +1,109 @@
+"""What the configuration of a packed checkpoint says: `quantization_config` in its config.json."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rotaryquant.errors import ConfigError, ModelFileError
+from rotaryquant.formats.weight import BITS, GRIDS, GROUPS, VERSION, WeightFormat, fit
+from rotaryquant.models.roles import SCALE, Role, layer_number, roles_of
+from rotaryquant.weights.headers import TensorInfo
+
+#: Name of the method, by which transformers finds its reader.
+METHOD = "rotaryquant"
+
+
+@dataclass(frozen=True)
+class PackedConfig:
+    """How a checkpoint's weights are packed.
+
+    grid, group: of `formats.weight`; 8 bits are always uniform, in groups of 32. seed: of the signs with which inputs
+    are rotated, or None for none. recipe: what chose the bits. bits: of each role by layer; under None those of a
+    tensor outside of all layers. Tensors of roles and layers that are not named stay as they were.
+    """
+
+    grid: str = "trellis"
+    group: int = 128
+    seed: int | None = 0
+    recipe: str = ""
+    bits: Mapping[Role, Mapping[int | None, int]] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for name, valid in (("grid", GRIDS), ("group", GROUPS)):
+            if (value := getattr(self, name)) not in valid:
+                raise ConfigError(f"{name}={value!r} is unknown; valid: {', '.join(map(str, valid))}")
+
+    def form(self, width: int, bits: int) -> WeightFormat | None:
+        """How rows of `width` are stored at so many bits, or None where they have no such form and stay as they are."""
+        return fit(width, bits, self.grid, self.group, self.seed)
+
+    def form_of(self, role: Role, layer: int | None, width: int) -> WeightFormat | None:
+        """How a tensor of that role and layer is stored, or None where it is as it was."""
+        bits = self.bits.get(role, {}).get(layer)
+        return self.form(width, bits) if bits is not None else None
+
+    def with_bits(self, recipe: str, bits: Mapping[Role, Mapping[int | None, int]]) -> "PackedConfig":
+        """The same with what a recipe chose."""
+        return dataclasses.replace(self, recipe=recipe, bits=bits)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for config.json."""
+        by_role = {
+            role.value: {
+                "" if layer is None else str(layer): bits for layer, bits in sorted(layers.items(), key=_first)
+            }
+            for role, layers in sorted(self.bits.items())
+        }
+        return {
+            "format_version": VERSION, "grid": self.grid, "group": self.group, "seed": self.seed,
+            "recipe": self.recipe, "bits": by_role,
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "PackedConfig":
+        """The inverse of `as_dict`. Raises ModelFileError that names the field that is wrong."""
+        where = "config.json: quantization_config"
+        if data.get("format_version") != VERSION:
+            raise ModelFileError(
+                f"{where}: format_version={data.get('format_version')!r}, this package reads {VERSION}; quantise again"
+            )
+        try:
+            bits = {
+                Role(role): {int(layer) if layer else None: int(each) for layer, each in layers.items()}
+                for role, layers in data["bits"].items()
+            }
+            seed = None if data["seed"] is None else int(data["seed"])
+            made = cls(str(data["grid"]), int(data["group"]), seed, str(data["recipe"]), bits)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise ModelFileError(f"{where}: {error}") from error
+        if wrong := {each for layers in bits.values() for each in layers.values()} - set(BITS):
+            raise ModelFileError(f"{where}: bits of {min(wrong)}; valid: {', '.join(map(str, BITS))}")
+        return made
+
+
+def weights_of(tensors: Sequence[TensorInfo], config: PackedConfig | None) -> dict[str, tuple[int, int]]:
+    """Weights and bytes of each tensor of a checkpoint by name, scales counted with the codes that they are of.
+
+    config: of a packed checkpoint, None of any other. Raises ModelFileError where codes stand beside scales but the
+    configuration says nothing of them, or the other way round.
+    """
+    by_name = {tensor.name: tensor for tensor in tensors}
+    roles, found = roles_of(by_name), {}
+    for name, tensor in by_name.items():
+        if name.endswith(SCALE) and name.removesuffix(SCALE) in by_name:
+            continue
+        scale = by_name.get(name + SCALE)
+        bits = config.bits.get(roles[name], {}).get(layer_number(name)) if config is not None else None
+        if scale is not None and bits is None:
+            raise ModelFileError(
+                f"tensor {name}: has scales, but config.json says nothing of packed tensors of its role"
+            )
+        packed = scale is not None and bits is not None
+        elements = tensor.elements * 8 // bits if packed and bits else tensor.elements
+        found[name] = elements, tensor.nbytes + (scale.nbytes if scale is not None else 0)
+    return found
+
+
+def _first(item: tuple[int | None, int]) -> int:
+    return -1 if item[0] is None else item[0]

@@ -1,0 +1,52 @@
+"""`quantize`, and what others make of its folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.commands import Run
+
+
+def test_quantise_inspect_and_answer(run: Run, model: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "packed")
+    status, shown, _ = run("quantize", model, "-o", out, "--recipe", "uniform-4", "--json")
+    data = json.loads(shown)
+    assert status == 0
+    assert data["bytes"] == sum(row["nbytes"] for row in data["roles"])
+    rows = {row["role"]: row for row in data["roles"]}
+    assert rows["attention"]["bits"] < 5.1
+    assert 0 < rows["attention"]["relative_error"] < 0.02
+    assert rows["norm"]["relative_error"] == 0
+    status, shown, _ = run("generate", out, "--prompt", "the", "--max-tokens", "3", "--json")
+    assert status == 0
+    status, shown, _ = run("inspect", out, "--json")
+    assert status == 0
+    assert json.loads(shown)["parameters"] == data["parameters"]
+
+
+def test_the_table_and_what_is_said_of_a_wrong_input(run: Run, model: str, tmp_path: Path) -> None:
+    status, shown, err = run("quantize", model, "-o", str(tmp_path / "a"), "--grid", "normal", "--no-rotation")
+    assert status == 0
+    assert "bits a weight" in shown
+    assert "Use it as MODEL" in shown
+    for options, said in (
+        (("--recipe", "role-5"), "recipe 'role-5' is unknown; valid: role-4-2-8"),
+        (("--grid", "cubic"), "grid='cubic' is unknown; valid: normal, trellis, uniform"),
+        (("--group", "100"), "group=100 is unknown; valid: 32, 64, 128"),
+    ):
+        status, _, err = run("quantize", model, "-o", str(tmp_path / "b"), *options)
+        assert status == 2
+        assert said in err
+    assert not (tmp_path / "b").exists()
+    status, _, err = run("quantize", str(tmp_path / "nowhere"), "-o", str(tmp_path / "b"))
+    assert status == 1
+    assert "no such folder" in err
+
+
+@pytest.mark.usefixtures("run")
+def test_kurtosis_of_packed_weights_is_refused(run: Run, model: str, tmp_path: Path) -> None:
+    run("quantize", model, "-o", str(tmp_path / "packed"))
+    status, _, err = run("inspect", str(tmp_path / "packed"), "--kurtosis")
+    assert status != 0
+    assert "not quantised yet" in err

@@ -1,0 +1,183 @@
+"""Checkpoints with packed weights of every family: quantised, loaded as transformers loads, saved, run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rotaryquant.errors import ModelFileError, UnsupportedModelError
+from rotaryquant.integrations.transformers.packed_modules import PackedEmbedding, PackedExperts, PackedLinear
+from rotaryquant.models.roles import Role, layer_number, roles_of
+from rotaryquant.ops.dequant_matmul import dequantize, rotate_inputs
+from rotaryquant.weights.conversion import convert
+from rotaryquant.weights.packed_config import PackedConfig
+from rotaryquant.weights.recipes import RECIPES
+from support.zoo import FAMILIES, build
+
+QUANTISABLE = [name for name in FAMILIES if name != "gpt_oss"]  # its experts are stored transposed
+IDS = torch.tensor([[1, 17, 201, 5, 88, 42, 9, 133, 64, 30, 7, 250]])
+
+
+def quantise(name: str, folder: Path, recipe: str = "role-4-2-8", **base: Any) -> Path:
+    """The family's tiny model, packed; returns the new folder."""
+    build(name).save_pretrained(folder / "whole")
+    convert(folder / "whole", folder / recipe, RECIPES[recipe], PackedConfig(**base), lambda _: None, lambda *_: None)
+    return folder / recipe
+
+
+def load(folder: Path) -> PreTrainedModel:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    return model.eval()
+
+
+def unpacked(model: PreTrainedModel, like: PreTrainedModel) -> PreTrainedModel:
+    """`like` with the weights that the packed model's codes stand for."""
+    state = dict(like.state_dict())
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            for leaf, form in getattr(module, "_forms", {}).items():
+                whole = rotate_inputs(dequantize(module.packed(leaf)), form, inverse=True)
+                state[f"{name}.{leaf}"].copy_(whole)
+        for name, tensor in model.state_dict().items():
+            if tensor.is_floating_point() and name in state and state[name].shape == tensor.shape:
+                state[name].copy_(tensor)
+    return like
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        return model(IDS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", QUANTISABLE)
+def test_a_family_quantised_loaded_run_and_saved(family: str, tmp_path: Path) -> None:
+    folder = quantise(family, tmp_path)
+    model = load(folder)
+    expected = logits(unpacked(model, build(family)))
+    torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    kinds = {type(module) for module in model.modules()}
+    assert {PackedLinear, PackedEmbedding} <= kinds
+    assert (PackedExperts in kinds) == (Role.ROUTED_EXPERT in roles_of(build(family).state_dict()).values())
+    model.save_pretrained(tmp_path / "again")
+    again = load(tmp_path / "again")
+    assert torch.equal(logits(again), logits(model))
+    stored, resaved = load_file(folder / "model.safetensors"), load_file(tmp_path / "again" / "model.safetensors")
+    assert stored.keys() == resaved.keys()
+    assert all(torch.equal(stored[key], resaved[key]) for key in stored)
+    assert (
+        json.loads((folder / "config.json").read_text())["quantization_config"]
+        == json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
+    )
+    made = model.generate(IDS, max_new_tokens=4, do_sample=False)
+    assert made.shape == (1, IDS.shape[1] + 4)
+
+
+@pytest.mark.parametrize("family", QUANTISABLE)
+def test_what_stays_as_it_is_is_bit_for_bit_what_it_was(family: str, tmp_path: Path) -> None:
+    folder = quantise(family, tmp_path)
+    whole, packed = load_file(tmp_path / "whole" / "model.safetensors"), load_file(folder / "model.safetensors")
+    roles = roles_of(whole)
+    for name, role in roles.items():
+        if role in (Role.ROUTER, Role.SHARED_GATE, Role.NORM, Role.BIAS, Role.STATE):
+            assert torch.equal(packed[name], whole[name]), name
+            assert name + "_scale" not in packed
+    rounded = {name for name in whole if name + "_scale" in packed}
+    assert {roles[name] for name in rounded} == set(roles.values()) - {
+        Role.ROUTER, Role.SHARED_GATE, Role.NORM, Role.BIAS, Role.STATE,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("grid", "seed"), [("normal", None), ("uniform", 3), ("trellis", None)])
+def test_other_grids(grid: str, seed: int | None, tmp_path: Path) -> None:
+    model = load(quantise("qwen2_moe", tmp_path, grid=grid, seed=seed, group=32))
+    expected = logits(unpacked(model, build("qwen2_moe")))
+    torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_eight_bits_are_close_to_the_model_itself(tmp_path: Path) -> None:
+    model, whole = load(quantise("glm4_moe", tmp_path, "uniform-8")), build("glm4_moe")
+    difference = (logits(model) - logits(whole)).norm() / logits(whole).norm()
+    assert float(difference) < 0.03
+
+
+def test_bits_by_layer_survive_a_reload(tmp_path: Path) -> None:
+    model = load(quantise("qwen3_moe", tmp_path, "role-4-2-8-edge"))
+    bits = {
+        layer_number(name): module.form("down_proj").bits
+        for name, module in model.named_modules()
+        if isinstance(module, PackedExperts)
+    }
+    assert bits == {0: 4, 1: 2, 2: 4}
+
+
+def test_routers_choose_as_before(tmp_path: Path) -> None:
+    """The router is not rounded: on the same hidden states it sends every token to the same experts."""
+    whole, packed = build("qwen2_moe"), load(quantise("qwen2_moe", tmp_path))
+    hidden = torch.randn(1000, 64)
+    for a, b in zip(whole.modules(), packed.modules(), strict=False):
+        if type(a).__name__.endswith("TopKRouter") and type(b) is type(a):
+            assert all(map(torch.equal, a(hidden), b(hidden)))
+    routers = [name for name, _ in packed.named_parameters() if name.endswith("mlp.gate.weight")]
+    assert len(routers) == 3
+    assert all(torch.equal(packed.get_parameter(name), whole.get_parameter(name)) for name in routers)
+
+
+def test_a_shared_gate_of_zero_halves_the_shared_expert(tmp_path: Path) -> None:
+    build("qwen2_moe").save_pretrained(tmp_path / "whole")
+    tensors = load_file(tmp_path / "whole" / "model.safetensors")
+    for name in tensors:
+        if name.endswith("shared_expert_gate.weight"):
+            tensors[name] = torch.zeros_like(tensors[name])
+        if ".experts." in name:
+            tensors[name] = torch.zeros_like(tensors[name])
+    save_file(tensors, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
+    convert(tmp_path / "whole", tmp_path / "q", RECIPES["uniform-8"], PackedConfig(), lambda _: None, lambda *_: None)
+    block: Any = load(tmp_path / "q").get_submodule("model.layers.0.mlp")
+    hidden = torch.randn(1, 5, 64)
+    with torch.no_grad():
+        both, shared = block(hidden), block.shared_expert(hidden)
+    found = both[0] if isinstance(both, tuple) else both
+    torch.testing.assert_close(found.view_as(shared), 0.5 * shared)
+
+
+def test_transposed_experts_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="stored transposed"):
+        quantise("gpt_oss", tmp_path)
+    assert not (tmp_path / "role-4-2-8").exists()
+
+
+def test_a_configuration_that_does_not_fit_the_tensors_is_refused(tmp_path: Path) -> None:
+    folder = quantise("qwen3_moe", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+
+    def changed(**fields: Any) -> None:
+        own = {**config, "quantization_config": {**config["quantization_config"], **fields}}
+        (folder / "config.json").write_text(json.dumps(own))
+
+    changed(format_version=9)
+    with pytest.raises(ModelFileError, match="format_version=9, this package reads 1"):
+        load(folder)
+    changed(bits={"attention": {"0": 5}})
+    with pytest.raises(ModelFileError, match="bits of 5"):
+        load(folder)
+    changed(bits={**config["quantization_config"]["bits"], "shared expert": {"0": 8}})
+    with pytest.raises(ModelFileError, match="bits of 'shared expert', but the model has no such tensor"):
+        load(folder)
+    changed(grid="cubic")
+    with pytest.raises(ModelFileError, match="grid='cubic' is unknown"):
+        load(folder)
+
+
+def test_embeddings_of_an_unknown_class_are_refused() -> None:
+    class Odd(nn.Embedding):
+        pass
+
+    with pytest.raises(UnsupportedModelError, match="class Odd"):
+        PackedEmbedding(Odd(4, 8), PackedConfig().form(16, 4), torch.float32)  # type: ignore[arg-type]
