@@ -12,17 +12,19 @@ from rotaryquant.formats.weight import WeightFormat
 class WeightCodec:
     """Tables of a weight format on one device.
 
-    levels: fp32 [classes · 2^bits], what codes stand for. classes: of a trellis, where a level depends on the code of
-    the column before it modulo this; 1 elsewhere.
+    levels: fp32 [classes · 2^bits], what codes stand for, of a trellis after each class of the code before.
+    small_levels: the same as int8, in the bytes of uint8.
     """
 
     format: WeightFormat
     levels: Tensor
+    small_levels: Tensor
 
     @classmethod
     def from_format(cls, weight: WeightFormat, device: torch.device | str = "cpu") -> "WeightCodec":
         """Tables for `weight` on `device`."""
-        return cls(weight, torch.tensor(weight.levels, dtype=torch.float32, device=device))
+        levels = torch.tensor(weight.levels, dtype=torch.float32, device=device)
+        return cls(weight, levels, levels.to(torch.int8).view(torch.uint8))
 
 
 @dataclass(frozen=True, eq=False, slots=True)

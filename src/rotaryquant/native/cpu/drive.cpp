@@ -183,6 +183,12 @@ void run_circles(const CirclesArgs& args, int64_t circles, int threads) {
   run_row_chunks(circles, work, threads, [&](int64_t first, int64_t count) { kernel.circles(args, first, count); });
 }
 
+void run_weight(const WeightArgs& args, int threads) {
+  const Kernels& kernel = rq::kernels();
+  run_row_chunks(args.rows, args.width * std::max<int64_t>(args.tokens, 1), threads,
+                 [&](int64_t first, int64_t count) { kernel.weight_rows(args, first, count); });
+}
+
 void run_repack(const RepackArgs& args, int64_t blocks, int threads) {
   const Kernels& kernel = rq::kernels();
   const int64_t strips = blocks * divide_up(args.rows, kStrip);

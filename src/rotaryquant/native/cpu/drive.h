@@ -18,6 +18,7 @@ void run_stage(const StageArgs& args, int threads);
 void run_rotate(const RotateArgs& args, int threads);
 void run_quantize(const QuantizeArgs& args, int64_t rows, int threads);
 void run_circles(const CirclesArgs& args, int64_t circles, int threads);
+void run_weight(const WeightArgs& args, int threads);
 void run_repack(const RepackArgs& args, int64_t blocks, int threads);
 
 // batch * heads + head of the first row that was not finite (inputs before scales within a batch row), or -1.

@@ -105,6 +105,18 @@ struct CirclesArgs {
   uint8_t* codes;    // [circles, 16]
 };
 
+// A packed matrix, and inputs to multiply it with; x null: its rows become fp32 instead, [rows, width].
+struct WeightArgs {
+  int64_t kind, width, rows, group;  // kind: bits, of a trellis kTrellis more
+  const uint8_t* codes;              // [rows, width * bits / 8]
+  const void* scales;                // [rows, width / group], bf16 or fp32
+  Dtype scale_dtype;
+  alignas(64) int8_t levels[64];     // of a trellis for each class before; not for 8 bits, where a level is code - 128
+  const float* x;                    // [tokens, x_row], zeros behind the width up to whole vectors of any kind
+  int64_t tokens, x_row;
+  float* out;                        // [tokens, rows]
+};
+
 // Blocks of `rows` rows each. A unit is one strip, whole or not.
 struct RepackArgs {
   Step step;
@@ -193,6 +205,7 @@ struct Kernels {
   void (*rotate)(const RotateArgs&, int64_t batch, int64_t head, int64_t first, int64_t count, char* scratch);
   void (*quantize)(const QuantizeArgs&, int64_t first, int64_t count, char* scratch);
   void (*circles)(const CirclesArgs&, int64_t first, int64_t count);
+  void (*weight_rows)(const WeightArgs&, int64_t first, int64_t count);
   void (*repack)(const RepackArgs&, int64_t first, int64_t count);
   Met (*append)(const AppendArgs&, const AppendUnit&, char* scratch);
   void (*attention)(const AttentionArgs&, const AttentionUnit&, const AttentionPart&, char* scratch);

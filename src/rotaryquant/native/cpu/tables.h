@@ -11,6 +11,7 @@ int64_t attention_scratch(const AttentionArgs& args);
 void rotate(const RotateArgs& args, int64_t batch, int64_t head, int64_t first, int64_t count, char* scratch);
 void quantize(const QuantizeArgs& args, int64_t first, int64_t count, char* scratch);
 void circles(const CirclesArgs& args, int64_t first, int64_t count);
+void weight_rows(const WeightArgs& args, int64_t first, int64_t count);
 void repack(const RepackArgs& args, int64_t first, int64_t count);
 Met append(const AppendArgs& args, const AppendUnit& unit, char* scratch);
 void attention(const AttentionArgs& args, const AttentionUnit& unit, const AttentionPart& part, char* scratch);

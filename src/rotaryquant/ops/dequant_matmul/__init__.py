@@ -10,7 +10,7 @@ from rotaryquant.formats.weight import WeightFormat, input_signs
 from rotaryquant.ops import dispatch
 from rotaryquant.ops.weights import PackedWeight
 
-KERNELS = ("reference",)
+KERNELS = ("cpu", "reference")
 
 
 def dequant_matmul(x: Tensor, weight: PackedWeight, *, kernel: str = "auto") -> Tensor:
