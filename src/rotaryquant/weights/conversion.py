@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ from rotaryquant.weights.shards import Entry, ShardWriter
 
 #: Bytes of a file at most, but for a single tensor that is larger.
 _SHARD_BYTES = 5_000_000_000
+
+#: How often progress is told of, at most.
+_STEPS = 50
 
 _FLOATS = ("F32", "F16", "BF16")
 
@@ -141,10 +145,12 @@ def convert(
     base: PackedConfig,
     hessian_of: Callable[[str], Tensor | None],
     progress: Callable[[str, float], None],
+    heard: Mapping[str, int] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Write the packed checkpoint of `folder` into `out`, which is new or holds a stopped run of the same.
 
-    hessian_of: inputs' second moment of a matrix (for a stack: of each), or None. Returns the log, an entry a tensor.
+    hessian_of: inputs' second moment of a matrix (for a stack: of each), or None. heard: of how many inputs, filled by
+    then. Returns the log, an entry a tensor.
     Raises ModelFileError where files are damaged, the disk is full, or `out` holds something else.
     """
     items = plan_items(read_folder(folder), recipe, base)
@@ -167,10 +173,11 @@ def convert(
                 at += len(item.entries())
                 if at > writer.done:
                     tensors, said = _converted(item, hessian_of)
-                    log.add(said)
+                    log.add({**said, "samples": heard.get(item.source.name, 0)})
                     writer.add(tensors)
+                if (done + item.source.nbytes) * _STEPS // total > done * _STEPS // total:
+                    progress(item.source.name, (done + item.source.nbytes) / total)
                 done += item.source.nbytes
-                progress(f"{item.source.name}", done / total)
             writer.finish()
     if len(shards) > 1:
         _write_index(out, names, shards)
