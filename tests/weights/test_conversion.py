@@ -172,6 +172,32 @@ def test_killed_at_ten_points_it_ends_as_if_it_had_not_been(tmp_path: Path, monk
     }
 
 
+@pytest.mark.parametrize("step", ["_write_index", "_finish_config", "unlink"])
+def test_stopped_in_its_last_steps_it_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    folder = checkpoint(tmp_path / "in")
+    monkeypatch.setattr(conversion, "_SHARD_BYTES", 10_000)
+    run(folder, tmp_path / "whole")
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if step == "unlink":
+            unlink = Path.unlink
+            patch.setattr(
+                Path, "unlink", lambda path, **o: stop() if path.name == conversion._NOTE else unlink(path, **o)
+            )
+        else:
+            patch.setattr(conversion, step, stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder, tmp_path / "out")
+    log = run(folder, tmp_path / "out")
+    assert len(log) == len({said["name"] for said in log}) > 20
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert len(list((tmp_path / "out").iterdir())) == len(list((tmp_path / "whole").iterdir()))
+
+
 PEAK = """
 import resource, sys
 from pathlib import Path

@@ -27,7 +27,7 @@ from rotaryquant.weights.headers import INDEX_NAME, SINGLE_NAME, TensorInfo, rea
 from rotaryquant.weights.packed_config import METHOD, PackedConfig
 from rotaryquant.weights.recipes import Recipe, bits_of
 from rotaryquant.weights.rounding import round_matrix
-from rotaryquant.weights.shards import Entry, ShardWriter
+from rotaryquant.weights.shards import Entry, ShardWriter, write_whole
 
 #: Bytes of a file at most, but for a single tensor that is larger.
 _SHARD_BYTES = 5_000_000_000
@@ -40,6 +40,8 @@ _FLOATS = ("F32", "F16", "BF16")
 #: Files that are not copied: weights, and what tells of weights.
 _NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".md"}
 _LOG = "quantization-log.jsonl"
+#: Stands in a folder that is not whole yet, and says of what.
+_NOTE = "quantization.partial.json"
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def convert(
         f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))
     ]  # fmt: skip
     total, done = sum(item.source.nbytes for item in items), 0
-    log = _Log(out / (_LOG + ".partial"))
+    log = _Log(out / _LOG)
     for name, shard in zip(names, shards, strict=True):
         path = out / name
         if path.is_file():  # of the run that was stopped
@@ -181,18 +183,19 @@ def convert(
             writer.finish()
     if len(shards) > 1:
         _write_index(out, names, shards)
+    lines = log.finish([item.source.name for item in items])
     _finish_config(folder, out, config)
-    return log.finish(out / _LOG, [item.source.name for item in items])
+    return lines
 
 
 def _prepare(folder: Path, out: Path, config: PackedConfig) -> None:
     """Make `out`, with a note on what is being written there. Raises ModelFileError where it holds something else."""
-    note = out / "quantization.partial.json"
+    note = out / _NOTE
     wanted = json.dumps({"source": [[t.name, t.dtype, list(t.shape)] for t in read_folder(folder)], **config.as_dict()})
     if out.is_dir() and any(out.iterdir()) and (not note.is_file() or note.read_text() != wanted):
         raise ModelFileError(f"{out}: holds files that are not of this conversion; name another folder, or empty it")
     out.mkdir(parents=True, exist_ok=True)
-    note.write_text(wanted)
+    write_whole(note, wanted)
 
 
 def _converted(item: Item, hessian_of: Callable[[str], Tensor | None]) -> tuple[list[Tensor], dict[str, Any]]:
@@ -227,10 +230,10 @@ def _lost(packed: PackedWeight, matrix: Tensor) -> float:
 
 
 class _Log:
-    """A line a tensor, kept while the run goes on, so that one that is stopped loses none."""
+    """A line a tensor, kept while the run goes on, so that one that is stopped loses none. path: of the whole log."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._whole, self._path = path, path.with_name(path.name + ".partial")
 
     def add(self, said: Mapping[str, Any]) -> None:
         """One more tensor; written before the tensor counts as there."""
@@ -238,18 +241,19 @@ class _Log:
             file.write(json.dumps(said) + "\n")
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        for line in self._path.read_text().splitlines() if self._path.is_file() else ():
-            try:
-                yield json.loads(line)
-            except ValueError:  # cut off by a stop; the tensor was then written again, and so was its line
-                continue
+        for path in (self._whole, self._path):
+            for line in path.read_text().splitlines() if path.is_file() else ():
+                try:
+                    yield json.loads(line)
+                except ValueError:  # cut off by a stop; the tensor was then written again, and so was its line
+                    continue
 
-    def finish(self, path: Path, names: Sequence[str]) -> list[dict[str, Any]]:
-        """All lines in the order of the tensors, each tensor's last, as a file of its own."""
+    def finish(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """All lines in the order of the tensors, each tensor's last, as the whole log."""
         by_name = {line["name"]: line for line in self._lines()}
         lines = [by_name[name] for name in names]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        self._path.unlink()
+        write_whole(self._whole, "".join(json.dumps(line) + "\n" for line in lines))
+        self._path.unlink(missing_ok=True)
         return lines
 
 
@@ -261,7 +265,7 @@ def _write_index(out: Path, names: Sequence[str], shards: Sequence[Sequence[Item
         "metadata": {"total_size": sum(entry.nbytes for entry, _ in pairs)},
         "weight_map": {entry.name: name for entry, name in pairs},
     }
-    (out / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n")
+    write_whole(out / INDEX_NAME, json.dumps(index, indent=1) + "\n")
 
 
 def _finish_config(folder: Path, out: Path, config: PackedConfig) -> None:
@@ -271,5 +275,5 @@ def _finish_config(folder: Path, out: Path, config: PackedConfig) -> None:
             shutil.copyfile(path, out / path.name)
     model = json.loads((folder / "config.json").read_text())
     model["quantization_config"] = {"quant_method": METHOD, **config.as_dict()}
-    (out / "config.json").write_text(json.dumps(model, indent=2) + "\n")
-    (out / "quantization.partial.json").unlink()
+    write_whole(out / "config.json", json.dumps(model, indent=2) + "\n")
+    (out / _NOTE).unlink()

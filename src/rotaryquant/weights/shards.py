@@ -100,7 +100,7 @@ class ShardWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
             self.done += len(tensors)
-            _replace(self._state, json.dumps({"done": self.done}))
+            write_whole(self._state, json.dumps({"done": self.done}))
         except OSError as error:
             left = sum(entry.nbytes for entry in self._entries[self.done :])
             raise ModelFileError(
@@ -131,7 +131,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _replace(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a small file whole or not at all."""
     fresh = path.with_name(path.name + ".new")
     with fresh.open("w") as file:
