@@ -106,6 +106,17 @@ def test_starved_experts_fall_back_to_all_tokens_and_are_named(tmp_path: Path) -
     assert moments.heard["model.layers.1.mlp.experts.0.up_proj.weight"] == 400
 
 
+def test_an_expert_with_a_few_tokens_is_starved_too(tmp_path: Path) -> None:
+    model = build("qwen3_moe")
+    names = names_of(model, tmp_path)
+    moments = InputMoments(model, [WINDOWS[0][:40]], names, lambda *_: None)
+    found = [moments(f"model.layers.0.mlp.experts.{expert}.gate_proj.weight") for expert in range(8)]
+    assert all(one is not None and torch.equal(one, found[0]) for one in found)
+    assert len(moments.starved) == 8
+    assert sum(moments.starved.values()) == 40 * 2
+    assert max(moments.starved.values()) < input_moments.LEAST_TOKENS
+
+
 def test_layers_that_do_not_fit_together_are_heard_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
