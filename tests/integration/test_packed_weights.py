@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rotaryquant.errors import ModelFileError, UnsupportedModelError
+from rotaryquant.integrations.transformers.fingerprint import checkpoint_fingerprint
+from rotaryquant.integrations.transformers.output_projection import output_projection
 from rotaryquant.integrations.transformers.packed_modules import PackedEmbedding, PackedExperts, PackedLinear
 from rotaryquant.models.roles import Role, layer_number, roles_of
 from rotaryquant.ops.dequant_matmul import dequantize, rotate_inputs
@@ -173,6 +175,21 @@ def test_a_configuration_that_does_not_fit_the_tensors_is_refused(tmp_path: Path
     changed(grid="cubic")
     with pytest.raises(ModelFileError, match="grid='cubic' is unknown"):
         load(folder)
+
+
+def test_a_cache_is_calibrated_for_the_packed_checkpoint_itself(tmp_path: Path) -> None:
+    folder = quantise("glm4_moe", tmp_path)
+    model, whole = load(folder), build("glm4_moe")
+    projection: Any = model.get_submodule("model.layers.1.self_attn.o_proj")
+    assert torch.equal(output_projection(model, 1), projection.unpacked())
+    close = output_projection(model, 1) - output_projection(whole, 1)
+    assert 0 < float(close.norm() / output_projection(whole, 1).norm()) < 0.15
+    assert checkpoint_fingerprint(model) == checkpoint_fingerprint(load(folder))
+    half = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    assert checkpoint_fingerprint(half) == checkpoint_fingerprint(model)
+    assert checkpoint_fingerprint(model) != checkpoint_fingerprint(whole)
+    other = quantise("glm4_moe", tmp_path / "other", "uniform-4")
+    assert checkpoint_fingerprint(load(other)) != checkpoint_fingerprint(model)
 
 
 def test_embeddings_of_an_unknown_class_are_refused() -> None:

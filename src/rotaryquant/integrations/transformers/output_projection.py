@@ -4,6 +4,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rotaryquant.errors import UnsupportedModelError
+from rotaryquant.integrations.transformers.packed_modules import PackedLinear
 
 #: What families call it.
 _NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
@@ -18,8 +19,11 @@ def output_projection(model: PreTrainedModel, layer: int) -> Tensor:
         if getattr(module, "layer_idx", None) != layer:
             continue
         for name in _NAMES:
-            if isinstance(found := getattr(module, name, None), nn.Linear):
+            found = getattr(module, name, None)
+            if isinstance(found, nn.Linear):
                 return found.weight
+            if isinstance(found, PackedLinear):
+                return found.unpacked()
     raise UnsupportedModelError(
         f"layer {layer}: its attention ends in no linear layer called {', '.join(_NAMES)}, so the errors of its values "
         f"cannot be weighted"

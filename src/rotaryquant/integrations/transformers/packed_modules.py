@@ -63,6 +63,10 @@ class PackedLinear(_Packed):
         if "bias" in dict(source.named_parameters()):
             self.bias = nn.Parameter(torch.empty_like(source.bias), requires_grad=False)
 
+    def unpacked(self) -> Tensor:
+        """The weights that it stands for, fp32 [out_features, in_features], for inputs as they are."""
+        return rotate_inputs(dequantize(self.packed("weight")), self.form("weight"), inverse=True)
+
     def forward(self, x: Tensor) -> Tensor:
         """Inputs [..., in_features] to [..., out_features], in x's dtype."""
         y = dequant_matmul(rotate_inputs(x, self.form("weight")), self.packed("weight")).to(x.dtype)
