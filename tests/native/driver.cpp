@@ -248,6 +248,34 @@ void call_quantize(Call& in) {
   run_quantize({codec, y.at<const float>(), codes.at<uint8_t>(), scales.at<uint16_t>()}, y.shape[0], threads);
 }
 
+void call_circles(Call& in) {
+  const Array x = in.array("x"), levels = in.array("levels"), codes = in.output("codes");
+  const CirclesArgs args = {in.integer("bits"), levels.at<const int32_t>(), x.at<const int32_t>(), codes.at<uint8_t>()};
+  const int threads = in.threads();
+  in.finish();
+  run_circles(args, x.shape[0], threads);
+}
+
+void call_weight(Call& in) {
+  const Array codes = in.array("codes"), scales = in.array("scales"), levels = in.array("levels"), out = in.output("out");
+  const OptionalArray x = in.optional("x");
+  const int64_t bits = in.integer("bits"), group = in.integer("group"), count = levels.shape[0];
+  const int threads = in.threads();
+  in.finish();
+  WeightArgs args = {bits, codes.shape[1] * 8 / bits, codes.shape[0], group, codes.at<const uint8_t>(),
+                     scales.at<const void>(), scales.dtype, {}, nullptr, 0, 0, out.at<float>()};
+  if (bits < 8) {
+    if (count != int64_t(1) << bits) args.kind = kTrellis + bits;
+    std::memcpy(args.levels, levels.at<const uint8_t>(), static_cast<size_t>(count));
+  }
+  if (x) {
+    args.x = x->at<const float>();
+    args.tokens = x->shape[0];
+    args.x_row = x->shape[1];
+  }
+  run_weight(args, threads);
+}
+
 Step step_named(const std::string& name) {
   if (name == "pack") return Step::pack;
   if (name == "unpack") return Step::unpack;
@@ -341,6 +369,8 @@ int64_t answer(Call& in) {
   if (in.op == "stage") call_stage(in);
   else if (in.op == "rotate") call_rotate(in);
   else if (in.op == "quantize") call_quantize(in);
+  else if (in.op == "circles") call_circles(in);
+  else if (in.op == "weight") call_weight(in);
   else if (in.op == "repack") call_repack(in);
   else if (in.op == "attention") call_attention(in);
   else refuse("the call " + in.op + " is unknown here");
