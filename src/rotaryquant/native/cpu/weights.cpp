@@ -46,30 +46,68 @@ RQ_INLINE __m512i spread_codes(const uint8_t* codes) {
   }
 }
 
-// Levels of 64 columns, times their scales.
-template <int BITS, bool TRELLIS>
-RQ_INLINE void decode_64(const WeightArgs& args, __m512i table, const uint8_t* codes, int64_t row, int64_t column,
-                         float* out) {
-  __m512i index = spread_codes<BITS>(codes);
-  __m512i level;
-  if constexpr (BITS == 8) {
-    level = _mm512_xor_si512(index, _mm512_set1_epi8((char)0x80));
-  } else {
-    if constexpr (TRELLIS) {  // the 16 bytes of a circle are a part of the vector that turns in itself
-      const __m512i before = _mm512_alignr_epi8(index, index, 15);
-      const __m512i of = _mm512_and_si512(before, _mm512_set1_epi8((char)(kClasses<kTrellis + BITS> - 1)));
-      index = _mm512_or_si512(index, _mm512_slli_epi16(of, BITS));
+// Scales of columns first .. first + count of a row, one for every 16 of them; groups are whole sixteens.
+RQ_INLINE void scales_of_16(const WeightArgs& args, int64_t row, int64_t first, int64_t count, float* scales) {
+  int64_t column = first, rest = args.group - first % args.group;
+  float scale = scale_of(args, row, column);
+  for (int64_t j = 0; j < count / 16; j++) {
+    scales[j] = scale;
+    rest -= 16;
+    column += 16;
+    if (rest == 0 && j + 1 < count / 16) {
+      rest = args.group;
+      scale = scale_of(args, row, column);
     }
-    level = _mm512_permutexvar_epi8(index, table);
   }
-  RQ_UNROLL for (int part = 0; part < 4; part++) {
-    const __m128i bytes = part == 0   ? _mm512_extracti32x4_epi32(level, 0)
-                          : part == 1 ? _mm512_extracti32x4_epi32(level, 1)
-                          : part == 2 ? _mm512_extracti32x4_epi32(level, 2)
-                                      : _mm512_extracti32x4_epi32(level, 3);
-    const vf value = (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-    store(out + 16 * part, value * splat(scale_of(args, row, column + 16 * part)));
+}
+
+// Levels of 64 columns, a byte each.
+template <int BITS, bool TRELLIS>
+RQ_INLINE __m512i levels_64(__m512i table, const uint8_t* codes) {
+  __m512i index = spread_codes<BITS>(codes);
+  if constexpr (BITS == 8) return _mm512_xor_si512(index, _mm512_set1_epi8((char)0x80));
+  if constexpr (TRELLIS) {  // the 16 bytes of a circle are a part of the vector that turns in itself
+    const __m512i before = _mm512_alignr_epi8(index, index, 15);
+    const __m512i of = _mm512_and_si512(before, _mm512_set1_epi8((char)(kClasses<kTrellis + BITS> - 1)));
+    index = _mm512_or_si512(index, _mm512_slli_epi16(of, BITS));
   }
+  return _mm512_permutexvar_epi8(index, table);
+}
+
+// Sixteen of them as fp32.
+template <int PART>
+RQ_INLINE vf sixteen(__m512i levels) {
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(levels, PART)));
+}
+
+// Levels of 64 columns, times the scale of each sixteen.
+template <int BITS, bool TRELLIS>
+RQ_INLINE void decode_64(__m512i table, const uint8_t* codes, const float* scales, float* out) {
+  const __m512i levels = levels_64<BITS, TRELLIS>(table, codes);
+  store(out, sixteen<0>(levels) * splat(scales[0]));
+  store(out + 16, sixteen<1>(levels) * splat(scales[1]));
+  store(out + 32, sixteen<2>(levels) * splat(scales[2]));
+  store(out + 48, sixteen<3>(levels) * splat(scales[3]));
+}
+
+// One token and one row, whose groups are whole sixty-fours: the levels of a group meet its inputs, their sum its scale.
+template <int BITS, bool TRELLIS>
+RQ_INLINE float multiply_one(const WeightArgs& args, __m512i table, int64_t row) {
+  const uint8_t* codes = args.codes + row * args.width * BITS / 8;
+  vf total = {};
+  for (int64_t first = 0; first < args.width; first += args.group) {
+    vf sums[4] = {};
+    for (int64_t i = first; i < first + args.group; i += 64, codes += 8 * BITS) {
+      const __m512i levels = levels_64<BITS, TRELLIS>(table, codes);
+      const float* x = args.x + i;
+      sums[0] += sixteen<0>(levels) * load(x);
+      sums[1] += sixteen<1>(levels) * load(x + 16);
+      sums[2] += sixteen<2>(levels) * load(x + 32);
+      sums[3] += sixteen<3>(levels) * load(x + 48);
+    }
+    total += ((sums[0] + sums[1]) + (sums[2] + sums[3])) * splat(scale_of(args, row, first));
+  }
+  return sum(total);
 }
 #endif
 
@@ -81,9 +119,9 @@ RQ_INLINE void decode(const WeightArgs& args, int64_t row, int64_t first, int64_
 #if RQ_LANES == 16
   if (args.group % 16 == 0) {
     const __m512i table = _mm512_loadu_si512(args.levels);
-    for (; i + 64 <= count; i += 64) {
-      decode_64<BITS, TRELLIS>(args, table, codes + i * BITS / 8, row, first + i, out + i);
-    }
+    float scales[kColumns / 16];
+    scales_of_16(args, row, first, count, scales);
+    for (; i + 64 <= count; i += 64) decode_64<BITS, TRELLIS>(table, codes + i * BITS / 8, scales + i / 16, out + i);
   }
 #endif
   uint8_t index[kColumns];
@@ -147,6 +185,13 @@ void weight_rows_of(const WeightArgs& args, int64_t first, int64_t count) {
     }
     return;
   }
+#if RQ_LANES == 16
+  if (args.tokens == 1 && args.group % 64 == 0) {
+    const __m512i table = _mm512_loadu_si512(args.levels);
+    for (int64_t row = first; row < first + count; row++) args.out[row] = multiply_one<BITS, TRELLIS>(args, table, row);
+    return;
+  }
+#endif
   alignas(64) float weights[kTogether][kColumns];
   for (int64_t row = first; row < first + count; row += kTogether) {
     const int64_t rows = smaller(kTogether, first + count - row);

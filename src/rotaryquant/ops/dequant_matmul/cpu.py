@@ -29,26 +29,27 @@ def run(x: Tensor, weight: PackedWeight) -> Tensor:
     rows, width = weight.shape
     tokens = x.reshape(-1, width).float()
     if len(tokens) < _MANY:
-        padded = torch.nn.functional.pad(tokens, (0, -width % 16)).contiguous()
+        if width % 16:
+            tokens = torch.nn.functional.pad(tokens, (0, -width % 16))
         out = torch.empty(len(tokens), rows)
-        _call(weight, 0, rows, padded, out)
+        _call(weight, weight.codes, weight.scales, tokens.contiguous(), out)
     else:
         out = torch.empty(len(tokens), rows)
         step = max(1, _UNPACKED // width)
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
             unpacked = torch.empty(end - begin, width)
-            _call(weight, begin, end, None, unpacked)
+            _call(weight, weight.codes[begin:end], weight.scales[begin:end], None, unpacked)
             torch.mm(tokens, unpacked.T, out=out[:, begin:end])
     return out.view(*x.shape[:-1], rows).to(x.dtype)
 
 
-def _call(weight: PackedWeight, begin: int, end: int, x: Tensor | None, out: Tensor) -> None:
-    """Rows begin .. end: their products with x, or where there is none the rows themselves."""
+def _call(weight: PackedWeight, codes: Tensor, scales: Tensor, x: Tensor | None, out: Tensor) -> None:
+    """Rows of a weight: their products with x, or where there is none the rows themselves."""
     form = weight.codec.format
     native.module().weight(
-        codes=weight.codes[begin:end].contiguous(),
-        scales=weight.scales[begin:end].contiguous(),
+        codes=codes.contiguous(),
+        scales=scales.contiguous(),
         levels=weight.codec.small_levels,
         x=x,
         out=out,
