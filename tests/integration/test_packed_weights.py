@@ -1,6 +1,8 @@
 """Checkpoints with packed weights of every family: quantised, loaded as transformers loads, saved, run."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,28 @@ def test_what_stays_as_it_is_is_bit_for_bit_what_it_was(family: str, tmp_path: P
     assert {roles[name] for name in rounded} == set(roles.values()) - {
         Role.ROUTER, Role.SHARED_GATE, Role.NORM, Role.BIAS, Role.STATE,
     }  # fmt: skip
+
+
+ORDERS = {
+    "ours first": "import rotaryquant; assert 'transformers' not in sys.modules; import transformers",
+    "transformers first": "import transformers; import rotaryquant",
+    "quantizers there already": "import transformers.quantizers.auto; import transformers; import rotaryquant",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_transformers_knows_packed_weights_in_whichever_order_both_are_imported(order: str, tmp_path: Path) -> None:
+    """Elsewhere a packed checkpoint would be random numbers and a warning."""
+    folder = quantise("qwen3_moe", tmp_path)
+    load_it = (
+        "model, info = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True); "
+        "print(type(model.lm_head).__name__, len(info['missing_keys']), len(info['unexpected_keys']), sys.meta_path[0])"
+    )
+    code = f"import sys; {ORDERS[order]}; {load_it}"
+    done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("PackedLinear 0 0")
+    assert "_Note" not in done.stdout
 
 
 @pytest.mark.parametrize(("grid", "seed"), [("normal", None), ("uniform", 3), ("trellis", None)])

@@ -1,7 +1,7 @@
 """How transformers loads a checkpoint with packed weights: `AutoModelForCausalLM.from_pretrained(FOLDER)`.
 
-transformers finds the method by its name in config.json once this module is imported, which importing `rotaryquant`
-does where transformers is there already, and loading through `rotaryquant` always.
+transformers finds the method by its name in config.json once this module is imported: as soon as both transformers and
+`rotaryquant` are (`rotaryquant._registration`).
 """
 
 from collections.abc import Mapping
