@@ -117,6 +117,17 @@ def test_an_expert_with_a_few_tokens_is_starved_too(tmp_path: Path) -> None:
     assert max(moments.starved.values()) < input_moments.LEAST_TOKENS
 
 
+def test_a_stack_is_told_by_the_expert_that_got_the_fewest(tmp_path: Path) -> None:
+    model = build("gemma4_moe")
+    names = names_of(model, tmp_path)
+    moments = InputMoments(model, [WINDOWS[0][:40]], names, lambda *_: None)
+    moments("model.layers.0.experts.gate_up_proj")
+    got = [moments._tokens("model.layers.0.experts", 0, expert) for expert in range(8)]
+    assert len(set(got)) > 1
+    assert moments.heard["model.layers.0.experts.gate_up_proj"] == min(got)
+    assert moments.starved == {f"model.layers.0.experts.{expert}": tokens for expert, tokens in enumerate(got)}
+
+
 def test_layers_that_do_not_fit_together_are_heard_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,6 +172,24 @@ def test_killed_at_ten_points_it_ends_as_if_it_had_not_been(tmp_path: Path, monk
     }
 
 
+def test_another_model_of_the_same_shape_does_not_go_on_where_one_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "_finish_config", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(checkpoint(tmp_path / "in"), tmp_path / "out")
+    other = checkpoint(tmp_path / "other")
+    with pytest.raises(ModelFileError, match="not of this conversion"):
+        run(other, tmp_path / "out")
+    with pytest.raises(ModelFileError, match="not of this conversion"):
+        run(tmp_path / "in", tmp_path / "out", base=PackedConfig(method="gptq", text="a", tokens=9))
+    run(tmp_path / "in", tmp_path / "out")
+
+
 @pytest.mark.parametrize("step", ["_write_index", "_finish_config", "unlink"])
 def test_stopped_in_its_last_steps_it_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     folder = checkpoint(tmp_path / "in")

@@ -50,7 +50,8 @@ def run(words: Sequence[str]) -> int:
     _check_method(args.method, args.calibration)
     text = read_text(Path(args.calibration)) if args.calibration is not None else ""
     seed = None if args.no_rotation else 0
-    base = PackedConfig(args.grid, args.group, seed, args.method, text_fingerprint(text) if text else "")
+    read = (text_fingerprint(text), args.tokens) if args.calibration is not None else ("", 0)
+    base = PackedConfig(args.grid, args.group, seed, args.method, *read)
     folder = model_folder(args.model)
     read_config(folder)
     begun = time.perf_counter()

@@ -157,7 +157,7 @@ def convert(
     """
     items = plan_items(read_folder(folder), recipe, base)
     config = config_of(items, recipe, base)
-    _prepare(folder, out, config)
+    _prepare(out, items, config)
     shards = shards_of(items)
     names = [SINGLE_NAME] if len(shards) == 1 else [
         f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))
@@ -188,10 +188,16 @@ def convert(
     return lines
 
 
-def _prepare(folder: Path, out: Path, config: PackedConfig) -> None:
-    """Make `out`, with a note on what is being written there. Raises ModelFileError where it holds something else."""
+def _prepare(out: Path, items: Sequence[Item], config: PackedConfig) -> None:
+    """Make `out`, with a note on what is being written there. Raises ModelFileError where it holds something else.
+
+    The note knows the source's files by size and time of change, so that two models of one shape are never mixed.
+    """
     note = out / _NOTE
-    wanted = json.dumps({"source": [[t.name, t.dtype, list(t.shape)] for t in read_folder(folder)], **config.as_dict()})
+    files = sorted({item.source.file for item in items})
+    source = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    tensors = [[item.source.name, item.source.dtype, list(item.source.shape)] for item in items]
+    wanted = json.dumps({"files": source, "tensors": tensors, **config.as_dict()})
     if out.is_dir() and any(out.iterdir()) and (not note.is_file() or note.read_text() != wanted):
         raise ModelFileError(f"{out}: holds files that are not of this conversion; name another folder, or empty it")
     out.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,8 @@ class PackedConfig:
     """How a checkpoint's weights are packed.
 
     grid, group: of `formats.weight`; 8 bits are always uniform, in groups of 32. seed: of the signs with which inputs
-    are rotated, or None for none. method: "rtn" or "gptq". text: fingerprint of what was read for the latter, or "".
+    are rotated, or None for none. method: "rtn" or "gptq". text: fingerprint of what was read for the latter, or "";
+    tokens: how many of it.
     recipe: what chose the bits. bits: of each role by layer; under None those of a
     tensor outside of all layers. Tensors of roles and layers that are not named stay as they were.
     """
@@ -29,6 +30,7 @@ class PackedConfig:
     seed: int | None = 0
     method: str = "rtn"
     text: str = ""
+    tokens: int = 0
     recipe: str = ""
     bits: Mapping[Role, Mapping[int | None, int]] = field(default_factory=dict, hash=False)
 
@@ -60,7 +62,7 @@ class PackedConfig:
         }
         return {
             "format_version": VERSION, "grid": self.grid, "group": self.group, "seed": self.seed,
-            "method": self.method, "text": self.text, "recipe": self.recipe, "bits": by_role,
+            "method": self.method, "text": self.text, "tokens": self.tokens, "recipe": self.recipe, "bits": by_role,
         }  # fmt: skip
 
     @classmethod
@@ -78,7 +80,7 @@ class PackedConfig:
             }
             seed = None if data["seed"] is None else int(data["seed"])
             method, text, recipe = (str(data[name]) for name in ("method", "text", "recipe"))
-            made = cls(str(data["grid"]), int(data["group"]), seed, method, text, recipe, bits)
+            made = cls(str(data["grid"]), int(data["group"]), seed, method, text, int(data["tokens"]), recipe, bits)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise ModelFileError(f"{where}: {error}") from error
         if wrong := {each for layers in bits.values() for each in layers.values()} - set(BITS):

@@ -121,17 +121,24 @@ class InputMoments:
         number = found.groupdict().get("number")
         experts: Any = self._model.get_submodule(module)
         wanted = range(experts.num_experts) if number is None else [int(number)]
-        moments = [self._of_expert(name, module, side == "down", expert) for expert in wanted]
+        base = _DOWN if side == "down" else 0
+        shared = self._checked(name, self._held.get((module, base - 1))).mean()
+        moments = [self._of_expert(module, base, expert, shared) for expert in wanted]
+        self.heard[name] = min(self._tokens(module, base, expert) for expert in wanted)
         return torch.stack(moments) if number is None else moments[0]
 
-    def _of_expert(self, name: str, module: str, down: bool, expert: int) -> Tensor:
-        base = _DOWN if down else 0
-        own, shared = self._held.get((module, base + expert)), self._checked(name, self._held.get((module, base - 1)))
-        self.heard[name] = min(self.heard.get(name, 1 << 60), own.tokens if own is not None else 0)
-        if own is not None and own.tokens >= LEAST_TOKENS:
-            return own.mean()
-        self.starved[f"{module}.{expert}"] = min(self.heard[name], self.starved.get(f"{module}.{expert}", 1 << 60))
-        return shared.mean()
+    def _tokens(self, module: str, base: int, expert: int) -> int:
+        """Inputs that an expert got."""
+        own = self._held.get((module, base + expert))
+        return own.tokens if own is not None else 0
+
+    def _of_expert(self, module: str, base: int, expert: int, shared: Tensor) -> Tensor:
+        """An expert's own moment, or that of all tokens at its layer where it got too few."""
+        tokens = self._tokens(module, base, expert)
+        if tokens >= LEAST_TOKENS:
+            return self._held[module, base + expert].mean()
+        self.starved[f"{module}.{expert}"] = tokens
+        return shared
 
     def _listen(self, layer: int | None) -> None:
         """Hear a stretch of layers that begins with this one, or what stands behind all of them."""

@@ -94,6 +94,10 @@ class PackedEmbedding(_Packed):
         return found if self.factor is None else found * torch.tensor(self.factor, dtype=self.dtype, device=ids.device)
 
 
+def _no_gate(*_: Tensor) -> Tensor:
+    raise UnsupportedModelError("these experts are gated, but their class does not say how")
+
+
 class PackedExperts(_Packed):
     """In the place of a module of routed experts, gated or not. Only the experts that tokens go to are read."""
 
@@ -101,7 +105,7 @@ class PackedExperts(_Packed):
 
     def __init__(self, source: nn.Module, forms: dict[str, WeightFormat], dtype: torch.dtype) -> None:
         super().__init__(dtype)
-        self._gate: Callable[..., Tensor] = type(source).__dict__["_apply_gate"]
+        self._gate: Callable[..., Tensor] = getattr(type(source), "_apply_gate", _no_gate)
         given = vars(source) | dict(source.named_children())
         self.num_experts: int = given["num_experts"]
         self.act_fn: Callable[[Tensor], Tensor] = given["act_fn"]
