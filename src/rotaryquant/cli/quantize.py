@@ -36,8 +36,9 @@ def run(words: Sequence[str]) -> int:
     made.add_argument("--group", type=int, default=128, metavar="N", help=f"columns of a scale: {GROUPS} (default 128)")
     made.add_argument("--no-rotation", action="store_true", help="take inputs as they are, without a Hadamard rotation")
     made.add_argument("--method", default="rtn", metavar="NAME", help="rtn: to the nearest level; gptq: so that errors "
-                      "cancel in what the model computes, which wants --calibration (default rtn)")  # fmt: skip
-    made.add_argument("--calibration", metavar="FILE", help="text that the model reads for gptq, UTF-8")
+                      "cancel in what the model computes; awq: inputs multiplied so that errors are small where they "
+                      "are large; both want --calibration (default rtn)")  # fmt: skip
+    made.add_argument("--calibration", metavar="FILE", help="text that the model reads for gptq and awq, UTF-8")
     made.add_argument("--tokens", type=int, default=_TOKENS, metavar="N", help=f"of it (default {_TOKENS})")
     args = made.parse_args(words)
     from rotaryquant.integrations.transformers.checkpoints import model_folder, read_config
@@ -57,7 +58,7 @@ def run(words: Sequence[str]) -> int:
     begun = time.perf_counter()
     starved: dict[str, int] = {}
     with Waiting() as waiting:
-        if args.method == "gptq":
+        if args.method != "rtn":
             moments = _moments(folder, args, text, waiting)
             log = convert(folder, Path(args.output), recipe, base, moments, waiting, moments.heard)
             starved = moments.starved
@@ -100,13 +101,15 @@ def _least() -> int:
 
 def _check_method(method: str, calibration: str | None) -> None:
     """Raise ConfigError where the two options do not go together."""
-    if method not in ("rtn", "gptq"):
-        raise ConfigError(f"method={method!r} is unknown; valid: rtn, gptq")
-    if (method == "gptq") != (calibration is not None):
+    from rotaryquant.weights.packed_config import METHODS
+
+    if method not in METHODS:
+        raise ConfigError(f"method={method!r} is unknown; valid: {', '.join(METHODS)}")
+    if (method != "rtn") != (calibration is not None):
         raise ConfigError(
-            "--method gptq wants --calibration FILE: a text that the model reads"
-            if method == "gptq"
-            else "--calibration is for --method gptq; rtn rounds without a text"
+            f"--method {method} wants --calibration FILE: a text that the model reads"
+            if method != "rtn"
+            else "--calibration is for --method gptq and awq; rtn rounds without a text"
         )
 
 

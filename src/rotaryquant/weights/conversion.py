@@ -1,33 +1,30 @@
 """A checkpoint to one with packed weights: tensor by tensor, in the memory of one of them.
 
 What comes out has the names of what went in. A rounded tensor keeps its name with its codes (uint8) and gets a second
-one, `NAME_scale`, beside it; all others are copied. How a tensor is stored is told by its shapes and by its role and
-layer (`PackedConfig`), never by a table of names, which change on the way into a model.
+one, `NAME_scale`, beside it, with AWQ a third, `NAME_inputs`; all others are copied. How a tensor is stored is told by
+its shapes and by its role and layer (`PackedConfig`), never by a table of names, which change on the way into a model.
 """
 
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from rotaryquant.errors import ModelFileError, UnsupportedModelError
-from rotaryquant.formats import weight as formats
 from rotaryquant.formats.weight import WeightFormat
-from rotaryquant.models.roles import SCALE, Role, layer_number, roles_of
-from rotaryquant.ops.dequant_matmul import dequantize
-from rotaryquant.ops.weights import PackedWeight
+from rotaryquant.models.roles import INPUTS, SCALE, UP_INPUTS, Role, expert_matrix, layer_number, roles_of
+from rotaryquant.weights.awq import SharedFactors
 from rotaryquant.weights.headers import INDEX_NAME, SINGLE_NAME, TensorInfo, read_folder
 from rotaryquant.weights.packed_config import METHOD, PackedConfig
 from rotaryquant.weights.recipes import Recipe, bits_of
-from rotaryquant.weights.rounding import round_matrix
 from rotaryquant.weights.shards import Entry, ShardWriter, write_whole
+from rotaryquant.weights.stacks import round_tensor
 
 #: Bytes of a file at most, but for a single tensor that is larger.
 _SHARD_BYTES = 5_000_000_000
@@ -46,20 +43,29 @@ _NOTE = "quantization.partial.json"
 
 @dataclass(frozen=True)
 class Item:
-    """One tensor of the checkpoint. form: how its rows are packed, or None where it is copied."""
+    """One tensor of the checkpoint. form: how its rows are packed, or None where it is copied.
+
+    inputs: the name of its inputs' factors, or None where it has none. shared: whether other tensors have the same
+    ones; leads: whether these are written with this one.
+    """
 
     source: TensorInfo
     role: Role
     form: WeightFormat | None
+    inputs: str | None = None
+    shared: bool = False
+    leads: bool = True
 
     def entries(self) -> list[Entry]:
         """What it becomes."""
         name, shape = self.source.name, self.source.shape
         if self.form is None:
             return [Entry(name, self.source.dtype, shape)]
+        factors = () if self.shared else shape[:-2]
         return [
             Entry(name, "U8", (*shape[:-1], self.form.code_bytes)),
             Entry(name + SCALE, "BF16", (*shape[:-1], self.form.groups)),
+            *([Entry(self.inputs, "BF16", (*factors, shape[-1]))] if self.inputs and self.leads else []),
         ]
 
     @property
@@ -88,7 +94,22 @@ def plan_items(tensors: Sequence[TensorInfo], recipe: Recipe, base: PackedConfig
                 )
             form = base.form(tensor.shape[-1], bits[tensor.name])
         items.append(Item(tensor, roles[tensor.name], form))
-    return items
+    return _with_factors(items) if base.factors else items
+
+
+def _with_factors(items: Sequence[Item]) -> list[Item]:
+    """The same where packed matrices have factors: one set for what all experts of a layer get, else each its own."""
+    found, led = [], set()
+    for item in items:
+        if item.form is not None:
+            name = item.source.name
+            of = expert_matrix(name) if item.role is Role.ROUTED_EXPERT else None
+            shared = of is not None and not of.down
+            inputs = of.module + UP_INPUTS if of is not None and shared else name + INPUTS
+            item = replace(item, inputs=inputs, shared=shared, leads=inputs not in led)
+            led.add(inputs)
+        found.append(item)
+    return found
 
 
 def _refuse_transposed(tensors: Sequence[TensorInfo], roles: Mapping[str, Role]) -> None:
@@ -151,8 +172,8 @@ def convert(
 ) -> list[dict[str, Any]]:
     """Write the packed checkpoint of `folder` into `out`, which is new or holds a stopped run of the same.
 
-    hessian_of: inputs' second moment of a matrix (for a stack: of each), or None. heard: of how many inputs, filled by
-    then. Returns the log, an entry a tensor.
+    hessian_of: inputs' second moment of a matrix (for a stack: of each) or by the name of shared factors, or None.
+    heard: of how many inputs, filled by then. Returns the log, an entry a tensor.
     Raises ModelFileError where files are damaged, the disk is full, or `out` holds something else.
     """
     items = plan_items(read_folder(folder), recipe, base)
@@ -163,7 +184,10 @@ def convert(
         f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))
     ]  # fmt: skip
     total, done = sum(item.source.nbytes for item in items), 0
-    log = _Log(out / _LOG)
+    log, shared = _Log(out / _LOG), SharedFactors(hessian_of)
+    for item in items:
+        if item.shared and item.inputs is not None and item.form is not None:
+            shared.add(item.inputs, item.source, item.form)
     for name, shard in zip(names, shards, strict=True):
         path = out / name
         if path.is_file():  # of the run that was stopped
@@ -174,7 +198,7 @@ def convert(
             for item in shard:
                 at += len(item.entries())
                 if at > writer.done:
-                    tensors, said = _converted(item, hessian_of)
+                    tensors, said = _converted(item, hessian_of, shared)
                     log.add({**said, "samples": heard.get(item.source.name, 0)})
                     writer.add(tensors)
                 if (done + item.source.nbytes) * _STEPS // total > done * _STEPS // total:
@@ -204,7 +228,9 @@ def _prepare(out: Path, items: Sequence[Item], config: PackedConfig) -> None:
     write_whole(note, wanted)
 
 
-def _converted(item: Item, hessian_of: Callable[[str], Tensor | None]) -> tuple[list[Tensor], dict[str, Any]]:
+def _converted(
+    item: Item, hessian_of: Callable[[str], Tensor | None], shared: SharedFactors
+) -> tuple[list[Tensor], dict[str, Any]]:
     """The tensors that an item becomes, and what the log says of it."""
     source = item.source
     with safe_open(source.file, "pt") as file:
@@ -214,25 +240,11 @@ def _converted(item: Item, hessian_of: Callable[[str], Tensor | None]) -> tuple[
     }  # fmt: skip
     if item.form is None:
         return [tensor], {**said, "bits": None, "relative_error": 0.0}
-    matrices = tensor if tensor.dim() == 3 else tensor[None]
-    hessian = hessian_of(source.name)
-    packed = [
-        round_matrix(matrix, item.form, None if hessian is None else hessian if hessian.dim() == 2 else hessian[index])
-        for index, matrix in enumerate(matrices)
-    ]
-    error = sum(map(_lost, packed, matrices)) / max(float(matrices.double().square().sum()), 1e-300)
-    codes, scales = torch.stack([one.codes for one in packed]), torch.stack([one.scales for one in packed])
-    said |= {"bits": item.form.bits, "group": item.form.group, "grid": item.form.grid, "relative_error": error}
-    return [codes.view(*source.shape[:-1], -1), scales.view(*source.shape[:-1], -1)], said
-
-
-def _lost(packed: PackedWeight, matrix: Tensor) -> float:
-    """Squared error of a rounded matrix; rotations leave it as it is."""
-    rotation = formats.input_rotation(packed.codec.format)
-    wanted = matrix.float()
-    if rotation is not None:
-        wanted = wanted @ torch.from_numpy(rotation).to(wanted)
-    return float((dequantize(packed) - wanted).double().square().sum())
+    given = shared(item.inputs) if item.shared and item.inputs else None
+    found = round_tensor(tensor, item.form, hessian_of(source.name), scaled=item.inputs is not None, shared=given)
+    said |= {"bits": item.form.bits, "group": item.form.group, "grid": item.form.grid, "relative_error": found.error}
+    factors = given if given is not None else found.factors
+    return [found.codes, found.scales, *([factors] if factors is not None and item.leads else [])], said
 
 
 class _Log:

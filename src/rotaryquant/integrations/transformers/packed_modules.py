@@ -1,6 +1,7 @@
 """Modules with packed weights, in the place of a model's own: linear layers, embeddings, experts.
 
-Each has the parameters of the one it replaces under the same names, as codes, and beside each the scales, `NAME_scale`.
+Each has the parameters of the one it replaces under the same names, as codes, and beside each the scales, `NAME_scale`,
+and where its inputs have factors these, `NAME_inputs`; experts share those of what all of them get, `up_inputs`.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from rotaryquant.errors import UnsupportedModelError
 from rotaryquant.formats.weight import WeightFormat
-from rotaryquant.models.roles import SCALE
+from rotaryquant.models.roles import INPUTS, SCALE, UP_INPUTS
 from rotaryquant.ops.dequant_matmul import dequant_matmul, dequantize, rotate_inputs
 from rotaryquant.ops.weights import PackedWeight, WeightCodec
 
@@ -24,9 +25,10 @@ def _codec(form: WeightFormat, device: torch.device) -> WeightCodec:
 class _Packed(nn.Module):
     """What packed modules share: adding a packed parameter, and reading it."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, factors: bool) -> None:
         super().__init__()
         self._forms: dict[str, WeightFormat] = {}
+        self._factors = factors
         # a model takes the dtype of its first parameter that has one; in 16 bits scales keep their range
         self._scale_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
 
@@ -37,6 +39,19 @@ class _Packed(nn.Module):
         scales = torch.empty(*shape[:-1], form.groups, dtype=self._scale_dtype)
         self.register_parameter(name, nn.Parameter(codes, requires_grad=False))
         self.register_parameter(name + SCALE, nn.Parameter(scales, requires_grad=False))
+        if self._factors:
+            self._add_factors(self._inputs_of(name), shape)
+
+    def _add_factors(self, name: str, shape: tuple[int, ...]) -> None:
+        """Of the inputs of a parameter of that shape, unless others have added the same before."""
+        shape = shape[-1:] if name == UP_INPUTS[1:] else (*shape[:-2], shape[-1])
+        if name not in self._parameters:
+            factors = torch.empty(shape, dtype=self._scale_dtype)
+            self.register_parameter(name, nn.Parameter(factors, requires_grad=False))
+
+    def _inputs_of(self, name: str) -> str:
+        """The name of a parameter's factors."""
+        return name + INPUTS
 
     def packed(self, name: str) -> PackedWeight:
         """A parameter as the ops read it."""
@@ -47,6 +62,23 @@ class _Packed(nn.Module):
         """How a parameter is stored."""
         return self._forms[name]
 
+    def factors(self, name: str) -> Tensor | None:
+        """Of a parameter's inputs, [width], of a stack with inputs of their own [matrices, width]; None for none."""
+        return getattr(self, self._inputs_of(name)) if self._factors else None
+
+    def rotated(self, name: str, x: Tensor, matrix: int | Tensor | None = None) -> Tensor:
+        """Inputs [..., width] as a parameter wants them. matrix: which of a stack, or for each input which."""
+        factors = self.factors(name)
+        if factors is not None and factors.dim() == 2 and matrix is not None:
+            factors = factors[matrix]
+        return rotate_inputs(x, self.form(name), factors)
+
+    def unpacked(self, name: str = "weight") -> Tensor:
+        """The weights that a parameter stands for, fp32 [..., rows, width], for inputs as they are."""
+        factors = self.factors(name)
+        own = factors if factors is None or factors.dim() == 1 else factors[:, None]
+        return rotate_inputs(dequantize(self.packed(name)), self.form(name), own, inverse=True)
+
     def extra_repr(self) -> str:
         """Shapes and bits."""
         return ", ".join(f"{name}: {form.width} at {form.bits} bits, {form.grid}" for name, form in self._forms.items())
@@ -55,29 +87,25 @@ class _Packed(nn.Module):
 class PackedLinear(_Packed):
     """In the place of `nn.Linear`."""
 
-    def __init__(self, source: nn.Linear, form: WeightFormat, dtype: torch.dtype) -> None:
-        super().__init__(dtype)
+    def __init__(self, source: nn.Linear, form: WeightFormat, dtype: torch.dtype, factors: bool = False) -> None:
+        super().__init__(dtype, factors)
         self.in_features, self.out_features = source.in_features, source.out_features
         self._add("weight", (source.out_features, source.in_features), form)
         self.bias: nn.Parameter | None = None
         if "bias" in dict(source.named_parameters()):
             self.bias = nn.Parameter(torch.empty_like(source.bias), requires_grad=False)
 
-    def unpacked(self) -> Tensor:
-        """The weights that it stands for, fp32 [out_features, in_features], for inputs as they are."""
-        return rotate_inputs(dequantize(self.packed("weight")), self.form("weight"), inverse=True)
-
     def forward(self, x: Tensor) -> Tensor:
         """Inputs [..., in_features] to [..., out_features], in x's dtype."""
-        y = dequant_matmul(rotate_inputs(x, self.form("weight")), self.packed("weight")).to(x.dtype)
+        y = dequant_matmul(self.rotated("weight", x), self.packed("weight")).to(x.dtype)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
 class PackedEmbedding(_Packed):
     """In the place of `nn.Embedding`, of Gemma's too, which multiplies its rows by a factor."""
 
-    def __init__(self, source: nn.Embedding, form: WeightFormat, dtype: torch.dtype) -> None:
-        super().__init__(dtype)
+    def __init__(self, source: nn.Embedding, form: WeightFormat, dtype: torch.dtype, factors: bool = False) -> None:
+        super().__init__(dtype, factors)
         scaled = getattr(source, "scalar_embed_scale", None)
         if type(source) is not nn.Embedding and scaled is None:
             raise UnsupportedModelError(f"an embedding of class {type(source).__name__} has no packed form here")
@@ -89,7 +117,7 @@ class PackedEmbedding(_Packed):
         """Rows [..., embedding_dim] of ids, in the model's dtype; only these are read."""
         whole, form = self.packed("weight"), self.form("weight")
         rows = PackedWeight(whole.codec, whole.codes[ids], whole.scales[ids])
-        found = rotate_inputs(dequantize(rows), form, inverse=True).to(self.dtype)
+        found = rotate_inputs(dequantize(rows), form, self.factors("weight"), inverse=True).to(self.dtype)
         # as the module that this one replaces: the factor in the dtype of the rows
         return found if self.factor is None else found * torch.tensor(self.factor, dtype=self.dtype, device=ids.device)
 
@@ -103,8 +131,10 @@ class PackedExperts(_Packed):
 
     _IN, _OUT = ("gate_up_proj", "up_proj"), "down_proj"
 
-    def __init__(self, source: nn.Module, forms: dict[str, WeightFormat], dtype: torch.dtype) -> None:
-        super().__init__(dtype)
+    def __init__(
+        self, source: nn.Module, forms: dict[str, WeightFormat], dtype: torch.dtype, factors: bool = False
+    ) -> None:
+        super().__init__(dtype, factors)
         self._gate: Callable[..., Tensor] = getattr(type(source), "_apply_gate", _no_gate)
         given = vars(source) | dict(source.named_children())
         self.num_experts: int = given["num_experts"]
@@ -119,10 +149,13 @@ class PackedExperts(_Packed):
             self._add(name, tuple(parameter.shape), forms[name])
         self._first = next(name for name in self._IN if name in forms)
 
+    def _inputs_of(self, name: str) -> str:
+        return super()._inputs_of(name) if name == self._OUT else UP_INPUTS[1:]
+
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens [tokens, hidden], their experts [tokens, k] and weights, to [tokens, hidden]."""
         out = torch.zeros_like(hidden, dtype=torch.float32)
-        rotated = rotate_inputs(hidden, self.form(self._first))
+        rotated = self.rotated(self._first, hidden)
         first, second = self.packed(self._first), self.packed(self._OUT)
         for expert in torch.unique(top_k_index).tolist():
             if expert >= self.num_experts:  # a sentinel: the expert is elsewhere
@@ -130,6 +163,6 @@ class PackedExperts(_Packed):
             token, place = torch.where(top_k_index == expert)
             up = dequant_matmul(rotated[token], first[expert]).to(hidden.dtype)
             inner = self._gate(self, up) if self.has_gate else self.act_fn(up)
-            down = dequant_matmul(rotate_inputs(inner, self.form(self._OUT)), second[expert])
+            down = dequant_matmul(self.rotated(self._OUT, inner, expert), second[expert])
             out.index_add_(0, token, down.float() * top_k_weights[token, place, None].float())
         return out.to(hidden.dtype)

@@ -25,18 +25,21 @@ def dequant_matmul(x: Tensor, weight: PackedWeight, *, kernel: str = "auto") -> 
     return result
 
 
-def rotate_inputs(x: Tensor, weight: WeightFormat, *, inverse: bool = False) -> Tensor:
+def rotate_inputs(x: Tensor, weight: WeightFormat, factors: Tensor | None = None, *, inverse: bool = False) -> Tensor:
     """Inputs as a matrix of that format wants them: fp32 [..., width], or x itself where it takes them as they are.
 
-    inverse: from the space of rotated inputs back (formats.weight.input_rotation; the same for all formats of a width
-    and a seed, so that matrices with one input share it).
+    factors: of each input (formats.weight), any float dtype, of a shape that fits x's. inverse: rows of a matrix that
+    is stored so, as rows for inputs as they are: turned back, then times the same factors. The rotation is the same
+    for all formats of a width and a seed, so that matrices with one input and one set of factors share it.
     """
-    if weight.seed is None:
-        return x
-    signs, matrix = _rotation(weight.width, weight.seed, weight.rotated, x.device)
-    if inverse:
-        return (x.float().view(*x.shape[:-1], -1, weight.rotated) @ matrix.mT).flatten(-2) * signs
-    return ((x.float() * signs).view(*x.shape[:-1], -1, weight.rotated) @ matrix).flatten(-2)
+    if factors is not None and not inverse:
+        x = x.float() * factors.float()
+    if weight.seed is not None:
+        signs, matrix = _rotation(weight.width, weight.seed, weight.rotated, x.device)
+        blocks = x.float() if inverse else x.float() * signs
+        blocks = blocks.view(*x.shape[:-1], -1, weight.rotated) @ (matrix.mT if inverse else matrix)
+        x = blocks.flatten(-2) * signs if inverse else blocks.flatten(-2)
+    return x.float() * factors.float() if factors is not None and inverse else x
 
 
 @lru_cache(maxsize=256)
