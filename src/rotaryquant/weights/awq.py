@@ -16,7 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rotaryquant.formats.weight import WeightFormat, input_rotation
+from rotaryquant.formats.weight import WeightFormat
+from rotaryquant.ops.dequant_matmul import rotate_inputs
 from rotaryquant.ops.pack import pack
 from rotaryquant.ops.weights import PackedWeight, WeightCodec
 from rotaryquant.weights.headers import TensorInfo
@@ -30,7 +31,7 @@ from rotaryquant.weights.rounding import (
 )
 
 #: Exponents a that are tried: 0 leaves inputs as they are, 1 makes all of them equally large.
-_EXPONENTS = tuple(step / 8 for step in range(9))
+_EXPONENTS = tuple(step / 6 for step in range(7))
 
 #: First scales that are tried, in units of what normal numbers want.
 _STEPS = (1.0, 0.84, 0.88, 0.92, 0.96, 1.04, 1.08, 1.12)
@@ -103,11 +104,8 @@ def _turned(weight: Tensor, form: WeightFormat, hessian: Tensor, factors: Tensor
     """A matrix and what its errors cost, both as its rotated and multiplied inputs have it."""
     refuse_non_finite(weight, hessian)
     own = factors.to(weight.device, torch.float32)
-    work, metric = weight.float() / own, hessian.to(weight.device, torch.float32) * own * own[:, None]
-    if (rotation := input_rotation(form)) is not None:
-        turn = torch.from_numpy(rotation).to(work)
-        work, metric = work @ turn, turn.T @ metric @ turn
-    return work, metric
+    metric = rotate_inputs(hessian.to(weight.device, torch.float32), form, own)  # symmetric: rows, then columns
+    return rotate_inputs(weight.float() / own, form), rotate_inputs(metric.T, form, own).contiguous()
 
 
 def _nearest(work: Tensor, steps: Tensor, codec: WeightCodec, metric: Tensor) -> _Rounded:
