@@ -12,12 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from rotaryquant import env
 from rotaryquant.errors import ModelFileError, UnsupportedModelError
 from rotaryquant.integrations.transformers.fingerprint import checkpoint_fingerprint
 from rotaryquant.integrations.transformers.output_projection import output_projection
 from rotaryquant.integrations.transformers.packed_modules import PackedEmbedding, PackedExperts, PackedLinear
 from rotaryquant.models.roles import Role, layer_number, roles_of
-from rotaryquant.ops.dequant_matmul import dequantize, rotate_inputs
+from rotaryquant.ops.dequant_matmul import dequantize
+from rotaryquant.ops.weights import rotate_inputs
 from rotaryquant.weights.conversion import convert
 from rotaryquant.weights.packed_config import PackedConfig
 from rotaryquant.weights.recipes import RECIPES
@@ -61,11 +63,14 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 
 @pytest.mark.parametrize("family", QUANTISABLE)
-def test_a_family_quantised_loaded_run_and_saved(family: str, tmp_path: Path) -> None:
+def test_a_family_quantised_loaded_run_and_saved(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = quantise(family, tmp_path)
     model = load(folder)
     expected = logits(unpacked(model, build(family)))
+    # kernels may round inputs, which sends tokens of random routers to other experts
+    monkeypatch.setattr(env, "kernel_override", lambda: "reference")
     torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    monkeypatch.undo()
     kinds = {type(module) for module in model.modules()}
     assert {PackedLinear, PackedEmbedding} <= kinds
     assert (PackedExperts in kinds) == (Role.ROUTED_EXPERT in roles_of(build(family).state_dict()).values())

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from rotaryquant.errors import UnsupportedModelError
 from rotaryquant.formats.weight import WeightFormat
 from rotaryquant.models.roles import SCALE
-from rotaryquant.ops.dequant_matmul import dequant_matmul, dequantize, rotate_inputs
-from rotaryquant.ops.weights import PackedWeight, WeightCodec
+from rotaryquant.ops.dequant_matmul import dequant_matmul, dequantize
+from rotaryquant.ops.weights import PackedWeight, WeightCodec, rotate_inputs
 
 
 @lru_cache(maxsize=256)
@@ -27,6 +27,7 @@ class _Packed(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self._forms: dict[str, WeightFormat] = {}
+        self._known: dict[str, PackedWeight] = {}  # as they were last read
         # a model takes the dtype of its first parameter that has one; in 16 bits scales keep their range
         self._scale_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
 
@@ -40,8 +41,13 @@ class _Packed(nn.Module):
 
     def packed(self, name: str) -> PackedWeight:
         """A parameter as the ops read it."""
-        codes, scales = getattr(self, name), getattr(self, name + SCALE)
-        return PackedWeight(_codec(self._forms[name], codes.device), codes, scales)
+        codes, scales = self._parameters[name], self._parameters[name + SCALE]
+        assert codes is not None
+        assert scales is not None
+        known = self._known.get(name)
+        if known is None or known.codes is not codes or known.scales is not scales or known.device != codes.device:
+            known = self._known[name] = PackedWeight(_codec(self._forms[name], codes.device), codes, scales)
+        return known
 
     def form(self, name: str) -> WeightFormat:
         """How a parameter is stored."""
@@ -69,7 +75,7 @@ class PackedLinear(_Packed):
 
     def forward(self, x: Tensor) -> Tensor:
         """Inputs [..., in_features] to [..., out_features], in x's dtype."""
-        y = dequant_matmul(rotate_inputs(x, self.form("weight")), self.packed("weight")).to(x.dtype)
+        y = dequant_matmul(x, self.packed("weight"))
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
@@ -122,14 +128,13 @@ class PackedExperts(_Packed):
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens [tokens, hidden], their experts [tokens, k] and weights, to [tokens, hidden]."""
         out = torch.zeros_like(hidden, dtype=torch.float32)
-        rotated = rotate_inputs(hidden, self.form(self._first))
         first, second = self.packed(self._first), self.packed(self._OUT)
         for expert in torch.unique(top_k_index).tolist():
             if expert >= self.num_experts:  # a sentinel: the expert is elsewhere
                 continue
             token, place = torch.where(top_k_index == expert)
-            up = dequant_matmul(rotated[token], first[expert]).to(hidden.dtype)
+            up = dequant_matmul(hidden[token], first[expert])
             inner = self._gate(self, up) if self.has_gate else self.act_fn(up)
-            down = dequant_matmul(rotate_inputs(inner, self.form(self._OUT)), second[expert])
+            down = dequant_matmul(inner, second[expert])
             out.index_add_(0, token, down.float() * top_k_weights[token, place, None].float())
         return out.to(hidden.dtype)
