@@ -97,7 +97,8 @@ def round_inputs(x: Tensor, group: int) -> Tensor:
     Each group of columns becomes integers, its largest 127 steps, rounded to nearest and ties to even. Of inputs like
     normal numbers that leaves 6e-5 of squared error, under a hundredth of what 4-bit weights have.
     """
-    groups = x.float().unflatten(-1, (-1, group))
+    groups = x.float().view(*x.shape[:-1], -1, group)
     top = groups.abs().amax(-1, keepdim=True)
     whole = (groups * torch.where(top > 0, 127.0 / top, torch.zeros_like(top))).round()
-    return (whole * (top / 127.0)).flatten(-2)
+    rounded: Tensor = whole * (top / 127.0)
+    return rounded.flatten(-2)

@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from rotaryquant.errors import ModelFileError
 from rotaryquant.formats.weight import WeightFormat
 from rotaryquant.integrations.transformers.packed_modules import PackedEmbedding, PackedExperts, PackedLinear
-from rotaryquant.models.roles import SCALE, layer_number, roles_of
+from rotaryquant.models.roles import SCALE, layer_number, parts_of
 from rotaryquant.weights.packed_config import METHOD, PackedConfig
 
 if TYPE_CHECKING:  # transformers imports this module while it imports its models
@@ -107,18 +107,18 @@ def _forms(
 ) -> dict[str, WeightFormat]:
     """Formats of a model's parameters by name; those that stay as they were are left out."""
     found: dict[str, WeightFormat] = {}
-    roles = roles_of(shapes)
-    for name, role in roles.items():
+    parts = parts_of(shapes)
+    for name, part in parts.items():
         if (
             name not in tied
             and len(shapes[name]) in (2, 3)
-            and (form := config.form_of(role, layer_number(name), shapes[name][-1]))
+            and (form := config.form_of(part, layer_number(name), shapes[name][-1]))
         ):
             found[name] = form
     found |= {target: found[source] for target, source in tied.items() if source in found}
-    if missing := [role for role in config.bits if role not in roles.values()]:
+    if missing := [part for part in config.bits if part not in parts.values()]:
         raise ModelFileError(
-            f"config.json: quantization_config has bits of {missing[0].value!r}, but the model has no such tensor"
+            f"config.json: quantization_config has bits of '{missing[0]}', but the model has no such tensor"
         )
     return found
 
