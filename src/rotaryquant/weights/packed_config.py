@@ -1,8 +1,10 @@
 """What the configuration of a packed checkpoint says: `quantization_config` in its config.json."""
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rotaryquant.errors import ConfigError, ModelFileError
@@ -86,6 +88,16 @@ class PackedConfig:
         if wrong := {each for layers in bits.values() for each in layers.values()} - set(BITS):
             raise ModelFileError(f"{where}: bits of {min(wrong)}; valid: {', '.join(map(str, BITS))}")
         return made
+
+
+def config_in(folder: Path) -> PackedConfig | None:
+    """What a checkpoint's config.json says of packed weights; None where they are not packed, or packed by others."""
+    try:
+        said = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{folder / 'config.json'}: {error}") from error
+    own = said.get("quantization_config") if isinstance(said, dict) else None
+    return PackedConfig.from_dict(own) if isinstance(own, dict) and own.get("quant_method") == METHOD else None
 
 
 def weights_of(tensors: Sequence[TensorInfo], config: PackedConfig | None) -> dict[str, tuple[int, int]]:
