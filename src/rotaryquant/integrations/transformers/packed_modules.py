@@ -21,7 +21,7 @@ def _codec(form: WeightFormat, device: torch.device) -> WeightCodec:
     return WeightCodec.from_format(form, device)
 
 
-class _Packed(nn.Module):
+class PackedModule(nn.Module):
     """What packed modules share: adding a packed parameter, and reading it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -49,6 +49,10 @@ class _Packed(nn.Module):
             known = self._known[name] = PackedWeight(_codec(self._forms[name], codes.device), codes, scales)
         return known
 
+    def has(self, name: str) -> bool:
+        """Whether a parameter of that name is packed."""
+        return name in self._forms
+
     def form(self, name: str) -> WeightFormat:
         """How a parameter is stored."""
         return self._forms[name]
@@ -58,7 +62,7 @@ class _Packed(nn.Module):
         return ", ".join(f"{name}: {form.width} at {form.bits} bits, {form.grid}" for name, form in self._forms.items())
 
 
-class PackedLinear(_Packed):
+class PackedLinear(PackedModule):
     """In the place of `nn.Linear`."""
 
     def __init__(self, source: nn.Linear, form: WeightFormat, dtype: torch.dtype) -> None:
@@ -79,7 +83,7 @@ class PackedLinear(_Packed):
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
-class PackedEmbedding(_Packed):
+class PackedEmbedding(PackedModule):
     """In the place of `nn.Embedding`, of Gemma's too, which multiplies its rows by a factor."""
 
     def __init__(self, source: nn.Embedding, form: WeightFormat, dtype: torch.dtype) -> None:
@@ -104,7 +108,7 @@ def _no_gate(*_: Tensor) -> Tensor:
     raise UnsupportedModelError("these experts are gated, but their class does not say how")
 
 
-class PackedExperts(_Packed):
+class PackedExperts(PackedModule):
     """In the place of a module of routed experts, gated or not. Only the experts that tokens go to are read."""
 
     _IN, _OUT = ("gate_up_proj", "up_proj"), "down_proj"
