@@ -7,8 +7,8 @@ refused, since a router or a gate that is taken for a weight like others costs a
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple, Self
 
 from rotaryquant.errors import UnsupportedModelError
 
@@ -32,6 +32,34 @@ class Role(StrEnum):
     NORM = "norm"
     BIAS = "bias"
     OTHER_INPUT = "other input"  #: vision and audio towers and their projections
+
+
+class Side(StrEnum):
+    """Where in its block a matrix stands: errors in those that write into the residual stream, and in values, which
+    attention passes on as they are, cost more than in those in front of them.
+    """
+
+    IN = ""
+    VALUE = "value"
+    OUT = "out"
+
+
+class Part(NamedTuple):
+    """A role and a side: the finest thing that is given bits of its own in a layer. As text: `routed expert out`."""
+
+    role: Role
+    side: Side
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.side}".strip()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The inverse of `str`. Raises ValueError for a text that is no part."""
+        for side in (Side.VALUE, Side.OUT):
+            if text.endswith(f" {side}"):
+                return cls(Role(text.removesuffix(f" {side}")), side)
+        return cls(Role(text), Side.IN)
 
 
 #: Behind the name of a packed tensor, the names of its scales and of its inputs' factors: they are of its role.
@@ -73,6 +101,9 @@ _IN_LAYER: tuple[tuple[Role, str], ...] = (
     (Role.PER_LAYER_INPUT, r"per_layer_(?:input_gate|projection)\.weight"),
     (Role.DENSE_MLP, rf"{_BLOCK}\.{_MLP}\.weight"),
 )  # fmt: skip
+
+_VALUE = re.compile(r"(?:.*\.)?v_proj(?:\.weight)?")
+_OUT = re.compile(r"(?:.*\.)?(?:down_proj|o_proj|out_proj|c_proj|w2|fc2|fc2_latent_proj|output_linear)(?:\.weight)?")
 
 #: By the whole name, without `model.`, `language_model.` or `backbone.` in front.
 _OUTSIDE: tuple[tuple[Role, str], ...] = (
@@ -144,13 +175,23 @@ def roles_of(names: Iterable[str]) -> dict[str, Role]:
     return {name: _beside(role, layer in routed) for name, (layer, role) in told.items() if role is not None}
 
 
+def parts_of(names: Iterable[str]) -> dict[str, Part]:
+    """Role and side of every tensor of one checkpoint; raises as `roles_of` does. Names are not those of GGUF."""
+    return {name: Part(role, _side(packed_name(name))) for name, role in roles_of(names).items()}
+
+
+def _side(name: str) -> Side:
+    if _VALUE.fullmatch(name):
+        return Side.VALUE
+    return Side.OUT if _OUT.fullmatch(name) else Side.IN
+
+
 def packed_name(name: str) -> str:
     """The tensor that scales or factors of that name are of; any other name as it is."""
     return name.removesuffix(SCALE) if name.endswith(SCALE) else name.removesuffix(INPUTS)
 
 
-@dataclass(frozen=True)
-class ExpertMatrix:
+class ExpertMatrix(NamedTuple):
     """What the name of a routed expert's matrix says.
 
     module: of all experts of the layer. number: of the expert, or None for a stack of all. down: whether its inputs are
@@ -174,6 +215,13 @@ def expert_matrix(name: str) -> ExpertMatrix:
     if found := _FUSED.fullmatch(name):
         return ExpertMatrix(f"{found['module']}.experts", None, found["leaf"] in _DOWN)
     raise UnsupportedModelError(f"tensor {name!r} is of a routed expert, but no rule says of which")
+
+
+def inputs_name(name: str, role: Role) -> str:
+    """The name of the factors of a packed matrix' inputs: its own, or those that all experts of its layer share."""
+    if role is Role.ROUTED_EXPERT and not (found := expert_matrix(name)).down:
+        return found.module + UP_INPUTS
+    return name + INPUTS
 
 
 def _beside(role: Role, routed: bool) -> Role:

@@ -17,9 +17,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rotaryquant.formats.weight import WeightFormat
-from rotaryquant.ops.dequant_matmul import rotate_inputs
 from rotaryquant.ops.pack import pack
-from rotaryquant.ops.weights import PackedWeight, WeightCodec
+from rotaryquant.ops.weights import PackedWeight, WeightCodec, rotate_inputs
 from rotaryquant.weights.headers import TensorInfo
 from rotaryquant.weights.rounding import (
     choose_codes,
@@ -104,8 +103,8 @@ def _turned(weight: Tensor, form: WeightFormat, hessian: Tensor, factors: Tensor
     """A matrix and what its errors cost, both as its rotated and multiplied inputs have it."""
     refuse_non_finite(weight, hessian)
     own = factors.to(weight.device, torch.float32)
-    metric = rotate_inputs(hessian.to(weight.device, torch.float32), form, own)  # symmetric: rows, then columns
-    return rotate_inputs(weight.float() / own, form), rotate_inputs(metric.T, form, own).contiguous()
+    metric = rotate_inputs(hessian.to(weight.device, torch.float32) * own * own[:, None], form)
+    return rotate_inputs(weight.float() / own, form), rotate_inputs(metric.T, form).contiguous()  # rows, then columns
 
 
 def _nearest(work: Tensor, steps: Tensor, codec: WeightCodec, metric: Tensor) -> _Rounded:

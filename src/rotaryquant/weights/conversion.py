@@ -2,13 +2,13 @@
 
 What comes out has the names of what went in. A rounded tensor keeps its name with its codes (uint8) and gets a second
 one, `NAME_scale`, beside it, with AWQ a third, `NAME_inputs`; all others are copied. How a tensor is stored is told by
-its shapes and by its role and layer (`PackedConfig`), never by a table of names, which change on the way into a model.
+its shapes and by its part and layer (`PackedConfig`), never by a table of names, which change on the way into a model.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,14 +17,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rotaryquant.errors import ModelFileError, UnsupportedModelError
+from rotaryquant.formats import weight as formats
 from rotaryquant.formats.weight import WeightFormat
-from rotaryquant.models.roles import INPUTS, SCALE, UP_INPUTS, Role, expert_matrix, layer_number, roles_of
+from rotaryquant.models.roles import SCALE, UP_INPUTS, Part, Role, inputs_name, layer_number, parts_of
 from rotaryquant.weights.awq import SharedFactors
+from rotaryquant.weights.conversion_log import Log
 from rotaryquant.weights.headers import INDEX_NAME, SINGLE_NAME, TensorInfo, read_folder
 from rotaryquant.weights.packed_config import METHOD, PackedConfig
-from rotaryquant.weights.recipes import Recipe, bits_of
-from rotaryquant.weights.shards import Entry, ShardWriter, write_whole
-from rotaryquant.weights.stacks import round_tensor
+from rotaryquant.weights.recipes import ROUNDED, Place, Recipe, bits_of, by_role
+from rotaryquant.weights.sensitivity import MEASURED
+from rotaryquant.weights.shards import Entry, ShardWriter, header_bytes, write_whole
+from rotaryquant.weights.stacks import round_tensor, squared_error
 
 #: Bytes of a file at most, but for a single tensor that is larger.
 _SHARD_BYTES = 5_000_000_000
@@ -45,27 +48,31 @@ _NOTE = "quantization.partial.json"
 class Item:
     """One tensor of the checkpoint. form: how its rows are packed, or None where it is copied.
 
-    inputs: the name of its inputs' factors, or None where it has none. shared: whether other tensors have the same
-    ones; leads: whether these are written with this one.
+    inputs: the name of its inputs' factors, or None where it has none. leads: whether these are written with it, and
+    not with another tensor that shares them.
     """
 
     source: TensorInfo
-    role: Role
+    part: Part
     form: WeightFormat | None
     inputs: str | None = None
-    shared: bool = False
     leads: bool = True
+
+    @property
+    def shares(self) -> str | None:
+        """The name of the factors that it shares with others."""
+        return self.inputs if self.inputs is not None and self.inputs.endswith(UP_INPUTS) else None
 
     def entries(self) -> list[Entry]:
         """What it becomes."""
         name, shape = self.source.name, self.source.shape
         if self.form is None:
             return [Entry(name, self.source.dtype, shape)]
-        factors = () if self.shared else shape[:-2]
+        factors = shape[-1:] if self.shares else (*shape[:-2], shape[-1])
         return [
             Entry(name, "U8", (*shape[:-1], self.form.code_bytes)),
             Entry(name + SCALE, "BF16", (*shape[:-1], self.form.groups)),
-            *([Entry(self.inputs, "BF16", (*factors, shape[-1]))] if self.inputs and self.leads else []),
+            *([Entry(self.inputs, "BF16", factors)] if self.inputs is not None and self.leads else []),
         ]
 
     @property
@@ -80,10 +87,10 @@ def plan_items(tensors: Sequence[TensorInfo], recipe: Recipe, base: PackedConfig
     base: grid, group and seed. Raises UnsupportedModelError for a tensor of which no role is known, ModelFileError for
     one that is not of floating-point numbers, as in a checkpoint that is quantised already.
     """
-    roles = roles_of(tensor.name for tensor in tensors)
-    _refuse_transposed(tensors, roles)
-    matrices = {tensor.name: roles[tensor.name] for tensor in tensors if len(tensor.shape) in (2, 3)}
-    bits, items = bits_of(recipe, matrices), []
+    parts = parts_of(tensor.name for tensor in tensors)
+    _refuse_transposed(tensors, parts)
+    matrices = {tensor.name: parts[tensor.name] for tensor in tensors if len(tensor.shape) in (2, 3)}
+    bits, items, led = bits_of(recipe, matrices), [], set()
     for tensor in sorted(tensors, key=lambda one: _order(one.name)):
         form = None
         if tensor.name in bits:
@@ -93,28 +100,16 @@ def plan_items(tensors: Sequence[TensorInfo], recipe: Recipe, base: PackedConfig
                     f"quantise from a checkpoint that is not quantised yet"
                 )
             form = base.form(tensor.shape[-1], bits[tensor.name])
-        items.append(Item(tensor, roles[tensor.name], form))
-    return _with_factors(items) if base.factors else items
+        part = parts[tensor.name]
+        inputs = inputs_name(tensor.name, part.role) if form is not None and base.factors else None
+        items.append(Item(tensor, part, form, inputs, inputs not in led))
+        led.add(inputs)
+    return items
 
 
-def _with_factors(items: Sequence[Item]) -> list[Item]:
-    """The same where packed matrices have factors: one set for what all experts of a layer get, else each its own."""
-    found, led = [], set()
-    for item in items:
-        if item.form is not None:
-            name = item.source.name
-            of = expert_matrix(name) if item.role is Role.ROUTED_EXPERT else None
-            shared = of is not None and not of.down
-            inputs = of.module + UP_INPUTS if of is not None and shared else name + INPUTS
-            item = replace(item, inputs=inputs, shared=shared, leads=inputs not in led)
-            led.add(inputs)
-        found.append(item)
-    return found
-
-
-def _refuse_transposed(tensors: Sequence[TensorInfo], roles: Mapping[str, Role]) -> None:
+def _refuse_transposed(tensors: Sequence[TensorInfo], parts: Mapping[str, Part]) -> None:
     """Raise UnsupportedModelError where experts multiply inputs from the other side, so that rows are not of inputs."""
-    shapes = {tensor.name: tensor.shape for tensor in tensors if roles[tensor.name] is Role.ROUTED_EXPERT}
+    shapes = {tensor.name: tensor.shape for tensor in tensors if parts[tensor.name].role is Role.ROUTED_EXPERT}
     for name, shape in shapes.items():
         down = shapes.get(name.replace("gate_up_proj", "down_proj"), ())
         if name.endswith("gate_up_proj") and len(down) == 3 and (shape[1], shape[2]) == (down[2], 2 * down[1]):
@@ -131,21 +126,43 @@ def _order(name: str) -> tuple[int, str]:
 
 
 def config_of(items: Sequence[Item], recipe: Recipe, base: PackedConfig) -> PackedConfig:
-    """What the checkpoint's configuration says of its packed tensors: their bits by role and layer.
+    """What the checkpoint's configuration says of its packed tensors: their bits by part and layer.
 
-    Raises ModelFileError where tensors of one role and layer have different bits: no reader could tell them apart.
+    Raises ModelFileError where tensors of one part and layer have different bits: no reader could tell them apart.
     """
-    found: dict[Role, dict[int | None, int]] = {}
+    found: dict[Part, dict[int | None, int]] = {}
     for item in items:
         bits = item.form.bits if item.form is not None else None
         if bits is None:
             continue
         layer = layer_number(item.source.name)
-        if found.setdefault(item.role, {}).setdefault(layer, bits) != bits:
+        if found.setdefault(item.part, {}).setdefault(layer, bits) != bits:
             raise ModelFileError(
-                f"{item.source.name}: {bits} bits, others of its role and layer {layer} have other ones"
+                f"{item.source.name}: {bits} bits, others of its part and layer {layer} have other ones"
             )
     return base.with_bits(recipe.name, found)
+
+
+def sizes_of(tensors: Sequence[TensorInfo], base: PackedConfig) -> tuple[dict[Place, dict[int, int]], int]:
+    """Bytes of each part in each layer at each of BITS, and of everything else in the files, headers included."""
+    sizes: dict[Place, dict[int, int]] = {}
+    kept, headers = 0, 0
+    for bits in formats.BITS:
+        items = plan_items(tensors, Recipe("", by_role(bits, bits, bits)), base)
+        kept = sum(item.nbytes for item in items if not _is_rounded(item))
+        headers = max(headers, sum(header_bytes(_entries(shard)) for shard in shards_of(items)))
+        for item in filter(_is_rounded, items):
+            at = sizes.setdefault((item.part, layer_number(item.source.name)), dict.fromkeys(formats.BITS, 0))
+            at[bits] += item.nbytes
+    return sizes, kept + headers
+
+
+def _is_rounded(item: Item) -> bool:
+    return item.part.role in ROUNDED and len(item.source.shape) in (2, 3)
+
+
+def _entries(items: Sequence[Item]) -> list[Entry]:
+    return [entry for item in items for entry in item.entries()]
 
 
 def shards_of(items: Sequence[Item]) -> list[list[Item]]:
@@ -184,16 +201,16 @@ def convert(
         f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))
     ]  # fmt: skip
     total, done = sum(item.source.nbytes for item in items), 0
-    log, shared = _Log(out / _LOG), SharedFactors(hessian_of)
+    log, shared = Log(out / _LOG), SharedFactors(hessian_of)
     for item in items:
-        if item.shared and item.inputs is not None and item.form is not None:
-            shared.add(item.inputs, item.source, item.form)
+        if item.shares is not None and item.form is not None:
+            shared.add(item.shares, item.source, item.form)
     for name, shard in zip(names, shards, strict=True):
         path = out / name
         if path.is_file():  # of the run that was stopped
             done += sum(item.source.nbytes for item in shard)
             continue
-        with ShardWriter(path, [entry for item in shard for entry in item.entries()]) as writer:
+        with ShardWriter(path, _entries(shard)) as writer:
             at = 0
             for item in shard:
                 at += len(item.entries())
@@ -222,7 +239,8 @@ def _prepare(out: Path, items: Sequence[Item], config: PackedConfig) -> None:
     source = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     tensors = [[item.source.name, item.source.dtype, list(item.source.shape)] for item in items]
     wanted = json.dumps({"files": source, "tensors": tensors, **config.as_dict()})
-    if out.is_dir() and any(out.iterdir()) and (not note.is_file() or note.read_text() != wanted):
+    held = {path.name for path in out.iterdir()} - {MEASURED} if out.is_dir() else set()
+    if held and (not note.is_file() or note.read_text() != wanted):
         raise ModelFileError(f"{out}: holds files that are not of this conversion; name another folder, or empty it")
     out.mkdir(parents=True, exist_ok=True)
     write_whole(note, wanted)
@@ -236,43 +254,16 @@ def _converted(
     with safe_open(source.file, "pt") as file:
         tensor = file.get_tensor(source.name)
     said: dict[str, Any] = {
-        "name": source.name, "role": item.role.value, "elements": source.elements, "nbytes": item.nbytes,
+        "name": source.name, "role": item.part.role.value, "elements": source.elements, "nbytes": item.nbytes,
     }  # fmt: skip
     if item.form is None:
         return [tensor], {**said, "bits": None, "relative_error": 0.0}
-    given = shared(item.inputs) if item.shared and item.inputs else None
+    given = shared(item.shares) if item.shares is not None else None
     found = round_tensor(tensor, item.form, hessian_of(source.name), scaled=item.inputs is not None, shared=given)
-    said |= {"bits": item.form.bits, "group": item.form.group, "grid": item.form.grid, "relative_error": found.error}
+    error = squared_error(tensor, found.values)
+    said |= {"bits": item.form.bits, "group": item.form.group, "grid": item.form.grid, "relative_error": error}
     factors = given if given is not None else found.factors
     return [found.codes, found.scales, *([factors] if factors is not None and item.leads else [])], said
-
-
-class _Log:
-    """A line a tensor, kept while the run goes on, so that one that is stopped loses none. path: of the whole log."""
-
-    def __init__(self, path: Path) -> None:
-        self._whole, self._path = path, path.with_name(path.name + ".partial")
-
-    def add(self, said: Mapping[str, Any]) -> None:
-        """One more tensor; written before the tensor counts as there."""
-        with self._path.open("a") as file:
-            file.write(json.dumps(said) + "\n")
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        for path in (self._whole, self._path):
-            for line in path.read_text().splitlines() if path.is_file() else ():
-                try:
-                    yield json.loads(line)
-                except ValueError:  # cut off by a stop; the tensor was then written again, and so was its line
-                    continue
-
-    def finish(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """All lines in the order of the tensors, each tensor's last, as the whole log."""
-        by_name = {line["name"]: line for line in self._lines()}
-        lines = [by_name[name] for name in names]
-        write_whole(self._whole, "".join(json.dumps(line) + "\n" for line in lines))
-        self._path.unlink(missing_ok=True)
-        return lines
 
 
 def _write_index(out: Path, names: Sequence[str], shards: Sequence[Sequence[Item]]) -> None:

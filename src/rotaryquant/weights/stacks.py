@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rotaryquant.formats.weight import WeightFormat
-from rotaryquant.ops.dequant_matmul import dequantize, rotate_inputs
-from rotaryquant.ops.weights import PackedWeight
+from rotaryquant.ops.dequant_matmul import dequantize
+from rotaryquant.ops.weights import PackedWeight, rotate_inputs
 from rotaryquant.weights.awq import find_factors, round_scaled
 from rotaryquant.weights.rounding import round_matrix
 
@@ -17,13 +17,13 @@ class Rounded:
     """What a tensor [..., rows, width] becomes.
 
     codes: uint8 [..., rows, width · bits / 8]. scales: bf16 [..., rows, groups]. factors: of inputs, bf16 [..., width],
-    or None where they are taken as they are. error: squared, of the weights' own square.
+    or None where they are taken as they are. values: what all of them stand for, fp32 in the tensor's shape.
     """
 
     codes: Tensor
     scales: Tensor
     factors: Tensor | None
-    error: float
+    values: Tensor
 
 
 def round_tensor(
@@ -38,21 +38,28 @@ def round_tensor(
     matrices = tensor if tensor.dim() == 3 else tensor[None]
     packed: list[PackedWeight] = []
     factors: list[Tensor] = []
-    lost = 0.0
+    values: list[Tensor] = []
     for index, matrix in enumerate(matrices):
         own = hessian if hessian is None or hessian.dim() == 2 else hessian[index]
         one, found = _round(matrix, form, own, shared) if scaled else (round_matrix(matrix, form, own), None)
         packed.append(one)
-        factors += [found] if found is not None else []
-        back = rotate_inputs(dequantize(one), form, found, inverse=True)
-        lost += float((back - matrix.float()).double().square().sum())
+        values.append(rotate_inputs(dequantize(one), form, inverse=True))
+        if found is not None:
+            factors.append(found)
+            values[-1] = values[-1] * found.float()
     codes, scales = torch.stack([one.codes for one in packed]), torch.stack([one.scales for one in packed])
     return Rounded(
         codes.view(*tensor.shape[:-1], -1),
         scales.view(*tensor.shape[:-1], -1),
         torch.stack(factors).view(*tensor.shape[:-2], -1) if factors else None,
-        lost / max(float(matrices.double().square().sum()), 1e-300),
+        torch.stack(values).view(tensor.shape),
     )
+
+
+def squared_error(tensor: Tensor, values: Tensor) -> float:
+    """Of values that stand for a tensor, of the tensor's own square; 0 where that is 0."""
+    lost = sum(float((one - own.float()).double().square().sum()) for one, own in zip(values, tensor, strict=True))
+    return lost / max(sum(float(own.double().square().sum()) for own in tensor), 1e-300)
 
 
 def _round(

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from rotaryquant.errors import UnsupportedModelError
 from rotaryquant.formats.weight import WeightFormat
 from rotaryquant.models.roles import INPUTS, SCALE, UP_INPUTS
-from rotaryquant.ops.dequant_matmul import dequant_matmul, dequantize, rotate_inputs
-from rotaryquant.ops.weights import PackedWeight, WeightCodec
+from rotaryquant.ops.dequant_matmul import dequant_matmul, dequantize
+from rotaryquant.ops.weights import PackedWeight, WeightCodec, rotate_inputs
 
 
 @lru_cache(maxsize=256)
@@ -22,13 +22,14 @@ def _codec(form: WeightFormat, device: torch.device) -> WeightCodec:
     return WeightCodec.from_format(form, device)
 
 
-class _Packed(nn.Module):
+class PackedModule(nn.Module):
     """What packed modules share: adding a packed parameter, and reading it."""
 
     def __init__(self, dtype: torch.dtype, factors: bool) -> None:
         super().__init__()
-        self._forms: dict[str, WeightFormat] = {}
         self._factors = factors
+        self._forms: dict[str, WeightFormat] = {}
+        self._known: dict[str, PackedWeight] = {}  # as they were last read
         # a model takes the dtype of its first parameter that has one; in 16 bits scales keep their range
         self._scale_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
 
@@ -39,52 +40,56 @@ class _Packed(nn.Module):
         scales = torch.empty(*shape[:-1], form.groups, dtype=self._scale_dtype)
         self.register_parameter(name, nn.Parameter(codes, requires_grad=False))
         self.register_parameter(name + SCALE, nn.Parameter(scales, requires_grad=False))
-        if self._factors:
-            self._add_factors(self._inputs_of(name), shape)
-
-    def _add_factors(self, name: str, shape: tuple[int, ...]) -> None:
-        """Of the inputs of a parameter of that shape, unless others have added the same before."""
-        shape = shape[-1:] if name == UP_INPUTS[1:] else (*shape[:-2], shape[-1])
-        if name not in self._parameters:
-            factors = torch.empty(shape, dtype=self._scale_dtype)
-            self.register_parameter(name, nn.Parameter(factors, requires_grad=False))
+        if self._factors and (inputs := self._inputs_of(name)) not in self._parameters:
+            own = shape[-1:] if inputs == UP_INPUTS[1:] else (*shape[:-2], shape[-1])
+            self.register_parameter(
+                inputs, nn.Parameter(torch.empty(own, dtype=self._scale_dtype), requires_grad=False)
+            )
 
     def _inputs_of(self, name: str) -> str:
         """The name of a parameter's factors."""
         return name + INPUTS
 
+    def factors(self, name: str) -> Tensor | None:
+        """Of a parameter's inputs, [width], of a stack with inputs of their own [matrices, width]; None for none."""
+        return self._parameters[self._inputs_of(name)] if self._factors else None
+
+    def multiplied(self, name: str, x: Tensor, matrix: int | None = None) -> Tensor:
+        """Inputs [..., width] times their factors, fp32; as they are where there are none. matrix: which of a stack."""
+        factors = self.factors(name)
+        if factors is None:
+            return x
+        return x.float() * (factors if matrix is None else factors[matrix]).float()
+
+    def unpacked(self, name: str = "weight") -> Tensor:
+        """The weights that a parameter stands for, fp32 [..., rows, width], for inputs as they are."""
+        found, factors = rotate_inputs(dequantize(self.packed(name)), self.form(name), inverse=True), self.factors(name)
+        return found if factors is None else found * (factors if factors.dim() == 1 else factors[:, None]).float()
+
     def packed(self, name: str) -> PackedWeight:
         """A parameter as the ops read it."""
-        codes, scales = getattr(self, name), getattr(self, name + SCALE)
-        return PackedWeight(_codec(self._forms[name], codes.device), codes, scales)
+        codes, scales = self._parameters[name], self._parameters[name + SCALE]
+        assert codes is not None
+        assert scales is not None
+        known = self._known.get(name)
+        if known is None or known.codes is not codes or known.scales is not scales or known.device != codes.device:
+            known = self._known[name] = PackedWeight(_codec(self._forms[name], codes.device), codes, scales)
+        return known
+
+    def has(self, name: str) -> bool:
+        """Whether a parameter of that name is packed."""
+        return name in self._forms
 
     def form(self, name: str) -> WeightFormat:
         """How a parameter is stored."""
         return self._forms[name]
-
-    def factors(self, name: str) -> Tensor | None:
-        """Of a parameter's inputs, [width], of a stack with inputs of their own [matrices, width]; None for none."""
-        return getattr(self, self._inputs_of(name)) if self._factors else None
-
-    def rotated(self, name: str, x: Tensor, matrix: int | Tensor | None = None) -> Tensor:
-        """Inputs [..., width] as a parameter wants them. matrix: which of a stack, or for each input which."""
-        factors = self.factors(name)
-        if factors is not None and factors.dim() == 2 and matrix is not None:
-            factors = factors[matrix]
-        return rotate_inputs(x, self.form(name), factors)
-
-    def unpacked(self, name: str = "weight") -> Tensor:
-        """The weights that a parameter stands for, fp32 [..., rows, width], for inputs as they are."""
-        factors = self.factors(name)
-        own = factors if factors is None or factors.dim() == 1 else factors[:, None]
-        return rotate_inputs(dequantize(self.packed(name)), self.form(name), own, inverse=True)
 
     def extra_repr(self) -> str:
         """Shapes and bits."""
         return ", ".join(f"{name}: {form.width} at {form.bits} bits, {form.grid}" for name, form in self._forms.items())
 
 
-class PackedLinear(_Packed):
+class PackedLinear(PackedModule):
     """In the place of `nn.Linear`."""
 
     def __init__(self, source: nn.Linear, form: WeightFormat, dtype: torch.dtype, factors: bool = False) -> None:
@@ -97,11 +102,11 @@ class PackedLinear(_Packed):
 
     def forward(self, x: Tensor) -> Tensor:
         """Inputs [..., in_features] to [..., out_features], in x's dtype."""
-        y = dequant_matmul(self.rotated("weight", x), self.packed("weight")).to(x.dtype)
+        y = dequant_matmul(self.multiplied("weight", x), self.packed("weight")).to(x.dtype)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
-class PackedEmbedding(_Packed):
+class PackedEmbedding(PackedModule):
     """In the place of `nn.Embedding`, of Gemma's too, which multiplies its rows by a factor."""
 
     def __init__(self, source: nn.Embedding, form: WeightFormat, dtype: torch.dtype, factors: bool = False) -> None:
@@ -117,7 +122,7 @@ class PackedEmbedding(_Packed):
         """Rows [..., embedding_dim] of ids, in the model's dtype; only these are read."""
         whole, form = self.packed("weight"), self.form("weight")
         rows = PackedWeight(whole.codec, whole.codes[ids], whole.scales[ids])
-        found = rotate_inputs(dequantize(rows), form, self.factors("weight"), inverse=True).to(self.dtype)
+        found = self.multiplied("weight", rotate_inputs(dequantize(rows), form, inverse=True)).to(self.dtype)
         # as the module that this one replaces: the factor in the dtype of the rows
         return found if self.factor is None else found * torch.tensor(self.factor, dtype=self.dtype, device=ids.device)
 
@@ -126,7 +131,7 @@ def _no_gate(*_: Tensor) -> Tensor:
     raise UnsupportedModelError("these experts are gated, but their class does not say how")
 
 
-class PackedExperts(_Packed):
+class PackedExperts(PackedModule):
     """In the place of a module of routed experts, gated or not. Only the experts that tokens go to are read."""
 
     _IN, _OUT = ("gate_up_proj", "up_proj"), "down_proj"
@@ -155,14 +160,14 @@ class PackedExperts(_Packed):
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens [tokens, hidden], their experts [tokens, k] and weights, to [tokens, hidden]."""
         out = torch.zeros_like(hidden, dtype=torch.float32)
-        rotated = self.rotated(self._first, hidden)
+        inputs = self.multiplied(self._first, hidden)
         first, second = self.packed(self._first), self.packed(self._OUT)
         for expert in torch.unique(top_k_index).tolist():
             if expert >= self.num_experts:  # a sentinel: the expert is elsewhere
                 continue
             token, place = torch.where(top_k_index == expert)
-            up = dequant_matmul(rotated[token], first[expert]).to(hidden.dtype)
+            up = dequant_matmul(inputs[token], first[expert]).to(hidden.dtype)
             inner = self._gate(self, up) if self.has_gate else self.act_fn(up)
-            down = dequant_matmul(self.rotated(self._OUT, inner, expert), second[expert])
+            down = dequant_matmul(self.multiplied(self._OUT, inner, expert), second[expert])
             out.index_add_(0, token, down.float() * top_k_weights[token, place, None].float())
         return out.to(hidden.dtype)

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from rotaryquant.formats.codebook import CYCLE
 from rotaryquant.ops.pack import unpack
-from rotaryquant.ops.weights import PackedWeight
+from rotaryquant.ops.weights import PackedWeight, rotate_inputs, round_inputs
 
 
 def unsupported(x: Tensor, weight: PackedWeight) -> str | None:
@@ -25,6 +25,9 @@ def dequantize(weight: PackedWeight) -> Tensor:
     return values.flatten(-2)
 
 
-def run(x: Tensor, weight: PackedWeight) -> Tensor:
-    """[..., rows] in x's dtype."""
-    return (x.float() @ dequantize(weight).mT).to(x.dtype)
+def run(x: Tensor, weight: PackedWeight, rounded: bool = False) -> Tensor:
+    """[..., rows] in x's dtype. rounded: with inputs at 8 bits, as some kernels take them."""
+    inputs = rotate_inputs(x, weight.codec.format).float()
+    if rounded:
+        inputs = round_inputs(inputs, weight.codec.format.group)
+    return (inputs @ dequantize(weight).mT).to(x.dtype)
