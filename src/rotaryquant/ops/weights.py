@@ -91,14 +91,18 @@ def _rotation(width: int, seed: int, rotated: int, device: torch.device) -> tupl
     return signs.float().to(device), matrix.float().to(device)
 
 
-def round_inputs(x: Tensor, group: int) -> Tensor:
+def round_inputs(x: Tensor, weight: WeightFormat) -> Tensor:
     """Rotated inputs as kernels of 8-bit products see them: fp32 [..., width].
 
     Each group of columns becomes integers, its largest 127 steps, rounded to nearest and ties to even. Of inputs like
-    normal numbers that leaves 6e-5 of squared error, under a hundredth of what 4-bit weights have.
+    normal numbers that leaves 6e-5 of squared error, under a hundredth of what 4-bit weights have. Weights of 8 bits
+    have less themselves, so that what is left is rounded once more, in steps of a 254th.
     """
-    groups = x.float().view(*x.shape[:-1], -1, group)
+    groups = x.float().view(*x.shape[:-1], -1, weight.group)
     top = groups.abs().amax(-1, keepdim=True)
-    whole = (groups * torch.where(top > 0, 127.0 / top, torch.zeros_like(top))).round()
+    scaled = groups * torch.where(top > 0, 127.0 / top, torch.zeros_like(top))
+    whole = scaled.round()
+    if weight.bits == 8:
+        whole = whole + ((scaled - whole) * 254.0).round() / 254.0
     rounded: Tensor = whole * (top / 127.0)
     return rounded.flatten(-2)

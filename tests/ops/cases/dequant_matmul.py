@@ -44,19 +44,27 @@ def run(
     return (dequant_matmul(x, weight, kernel=kernel),)
 
 
-def compare(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
-    """A kernel takes inputs in one of the two ways, and nothing between them."""
+def compare(got: tuple[Tensor, ...], want: tuple[Tensor, ...], *, bits: int, seed: int | None) -> None:
+    """A kernel takes inputs in one of the two ways, and nothing between them.
+
+    Rotations differ in their last bits, which sends an input that lies between two integers to the other one: a step
+    of a 40th of inputs' size in one of hundreds, or at 8 bits a 254th of that.
+    """
     exact, rounded = want
     assert got[0].dtype == exact.dtype == rounded.dtype
-    tolerance = 2e-6 if exact.dtype == torch.float32 else 8e-3
-    assert any(float((got[0].float() - one.float()).norm()) <= tolerance * float(one.float().norm()) for one in want)
+    near = 1e-5 if bits == 8 else 2e-6 if seed is None else 1e-3
+    for one, tolerance in ((exact, 2e-6), (rounded, near)):
+        allowed = tolerance if exact.dtype == torch.float32 else 8e-3
+        if float((got[0].float() - one.float()).norm()) <= allowed * float(one.float().norm()):
+            return
+    raise AssertionError("neither of inputs as they are nor of rounded ones")
 
 
 CASES = [
     Case(
         name := f"{grid}-{bits} bits, {width}x{rows}, {tokens} tokens, {str(dtype)[6:]}, seed {seed}",
         partial(run, name=name, width=width, rows=rows, tokens=tokens, bits=bits, grid=grid, dtype=dtype, seed=seed),
-        compare,
+        partial(compare, bits=bits, seed=seed),
     )
     for grid in GRIDS
     for bits in (2, 3, 4, 8)

@@ -331,6 +331,8 @@ Weights::Weights(const Array& codes, const Array& scales, const Array& levels, c
     }
     std::memcpy(shape.levels, levels.at<const uint8_t>(), static_cast<size_t>(count));
     shape.lowest = *std::min_element(shape.levels, shape.levels + count);
+  } else {
+    shape.lowest = -128;
   }
   if (factors) {
     factors_ = copy_floats(*factors, "factors", {width});

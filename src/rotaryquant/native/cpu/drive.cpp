@@ -194,14 +194,13 @@ void run_weight(WeightArgs args, const WeightInputs* inputs, int threads) {
   const Kernels& kernel = rq::kernels();
   thread_local std::vector<float> memory;
   if (inputs) {
-    const int64_t groups = args.width / args.group, rounded = divide_up(args.width, 4);
+    const int terms = kernel.weight_terms(args);
+    const int64_t groups = args.width / args.group, integers = terms * args.width;
     args.x_row = divide_up(args.width, 16) * 16;
-    const size_t needed = static_cast<size_t>(args.tokens * (args.x_row + rounded + 2 * groups));
+    const size_t needed = static_cast<size_t>(args.tokens * (args.x_row + 2 * groups + divide_up(integers, 4)));
     if (memory.size() < needed) memory.resize(needed);
-    float *x = memory.data(), *steps = x + args.tokens * args.x_row;
-    int32_t* sums = reinterpret_cast<int32_t*>(steps + args.tokens * groups);
+    float *x = memory.data(), *steps = x + args.tokens * args.x_row, *sums = steps + args.tokens * groups;
     int8_t* small = reinterpret_cast<int8_t*>(sums + args.tokens * groups);
-    const bool rounds = kernel.weight_rounds(args);
     for (int64_t t = 0; t < args.tokens; t++) {
       float* row = x + t * args.x_row;
       if (inputs->dtype == Dtype::bf16) {
@@ -211,11 +210,12 @@ void run_weight(WeightArgs args, const WeightInputs* inputs, int threads) {
       }
       std::fill(row + args.width, row + args.x_row, 0.0f);
       if (inputs->factors) kernel.rotate_inputs(row, args.width, args.x_row, inputs->factors, inputs->rotated);
-      if (!rounds) continue;
-      kernel.round_inputs(row, args.width, args.group, small + t * args.width, steps + t * groups, sums + t * groups);
+      if (terms == 0) continue;
+      kernel.round_inputs(row, args.width, args.group, terms, small + t * integers, steps + t * groups,
+                          sums + t * groups);
     }
     args.x = x;
-    args.small = rounds ? small : nullptr;
+    args.small = terms > 0 ? small : nullptr;
     args.steps = steps;
     args.sums = sums;
   }

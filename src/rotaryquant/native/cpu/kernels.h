@@ -116,11 +116,11 @@ struct WeightArgs {
   const float* x;                    // [tokens, x_row], zeros behind the width up to whole vectors of any kind
   int64_t tokens, x_row;
   float* out;                        // [tokens, rows]
-  // Inputs at 8 bits for rows that meet them so (`weight_rounds`), else null: integers [tokens, width], the step of
-  // each group and the sum of its integers [tokens, width / group].
+  // Inputs as integers for rows that meet them so (`weight_terms`), else null: [tokens, terms, width], the second term
+  // in steps of a 254th; the step of each group and the sum of its integers in steps, [tokens, width / group].
   const int8_t* small;
   const float* steps;
-  const int32_t* sums;
+  const float* sums;
 };
 
 // Inputs as they come: [tokens, width], of fp32 or bf16. factors: [width], signs over the root of `rotated`, the
@@ -221,9 +221,10 @@ struct Kernels {
   void (*quantize)(const QuantizeArgs&, int64_t first, int64_t count, char* scratch);
   void (*circles)(const CirclesArgs&, int64_t first, int64_t count);
   void (*weight_rows)(const WeightArgs&, int64_t first, int64_t count);
-  bool (*weight_rounds)(const WeightArgs&);
+  int (*weight_terms)(const WeightArgs&);
   void (*rotate_inputs)(float* x, int64_t width, int64_t padded, const float* factors, int64_t rotated);
-  void (*round_inputs)(const float* x, int64_t width, int64_t group, int8_t* small, float* steps, int32_t* sums);
+  void (*round_inputs)(const float* x, int64_t width, int64_t group, int terms, int8_t* small, float* steps,
+                       float* sums);
   void (*repack)(const RepackArgs&, int64_t first, int64_t count);
   Met (*append)(const AppendArgs&, const AppendUnit&, char* scratch);
   void (*attention)(const AttentionArgs&, const AttentionUnit&, const AttentionPart&, char* scratch);

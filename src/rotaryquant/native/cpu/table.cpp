@@ -9,7 +9,7 @@ namespace RQ_ISA {
 
 const Kernels& kernels() {
   static const Kernels table = {RQ_TEXT(RQ_ISA), row_scratch,   attention_scratch, rotate, quantize, circles,   weight_rows,
-                                weight_rounds,   rotate_inputs, round_inputs,      repack, append,   attention, roof_stream,
+                                weight_terms,    rotate_inputs, round_inputs,      repack, append,   attention, roof_stream,
                                 roof_dot};
   return table;
 }

@@ -12,7 +12,7 @@ def dequant_matmul(x: Tensor, weight: PackedWeight, *, kernel: str = "auto") -> 
     """Inputs times weightᵀ; inputs are rotated as the weight is on the way.
 
     x: [..., width], any float dtype. weight: one matrix [rows, width]. Returns [..., rows] in x's dtype. A kernel may
-    round rotated inputs to 8 bits for weights of fewer (ops.weights.round_inputs); sums of products are fp32.
+    round rotated inputs to integers (ops.weights.round_inputs); sums of products are fp32.
     """
     if weight.codes.dim() != 2 or x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x {tuple(x.shape)} and a weight {weight.shape}: wanted [..., width] and [rows, width]")

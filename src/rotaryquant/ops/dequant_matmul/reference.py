@@ -26,8 +26,8 @@ def dequantize(weight: PackedWeight) -> Tensor:
 
 
 def run(x: Tensor, weight: PackedWeight, rounded: bool = False) -> Tensor:
-    """[..., rows] in x's dtype. rounded: with inputs at 8 bits, as some kernels take them."""
+    """[..., rows] in x's dtype. rounded: with inputs in integers, as some kernels take them."""
     inputs = rotate_inputs(x, weight.codec.format).float()
     if rounded:
-        inputs = round_inputs(inputs, weight.codec.format.group)
+        inputs = round_inputs(inputs, weight.codec.format)
     return (inputs @ dequantize(weight).mT).to(x.dtype)
