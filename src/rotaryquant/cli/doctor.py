@@ -168,7 +168,7 @@ def _default_model() -> Finding:
     if _installed("transformers") is None or _installed("huggingface_hub") is None:
         return Finding("default model", "fail", "needs transformers", f"run `{_INSTALL_EXTRA}`")
     from rotaryquant.errors import ModelFileError
-    from rotaryquant.integrations.transformers.checkpoints import DEFAULT_PIN, default_gguf
+    from rotaryquant.integrations.sources import DEFAULT_PIN, default_gguf
     from rotaryquant.integrations.transformers.gguf import check_gguf
 
     try:
