@@ -31,7 +31,8 @@ def _headline(plan: Plan, name: str) -> str:
     if weights.experts:
         most = max(layer.experts for layer in weights.experts)
         experts = f", {most} experts in {len(weights.experts)} of them, {geometry.experts_per_token} a token"
-    return f"{name} ({geometry.model_type}): {_count(weights.parameters)} parameters, {len(geometry.layers)} layers{experts}"
+    layers = f"{len(geometry.layers)} layers{experts}"
+    return f"{name} ({geometry.model_type}): {_count(weights.parameters)} parameters, {layers}"
 
 
 def _count(number: float) -> str:
@@ -125,7 +126,8 @@ def _pays(plan: Plan) -> Iterator[str]:
     verdict = "pays in time" if plan.pays else "saves memory more than time"
     yield (
         f"Attention over a 16-bit cache takes {share:.0%} of a step after {tokens:,} tokens on a CPU "
-        f"({plan.share_by_bytes:.0%} where a byte is a byte): packing it {verdict}; it pays above {PAYS_ABOVE:.0%}, and {where}."
+        f"({plan.share_by_bytes:.0%} where a byte is a byte): packing it {verdict}; "
+        f"it pays above {PAYS_ABOVE:.0%}, and {where}."
     )
 
 

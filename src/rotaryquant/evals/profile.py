@@ -39,7 +39,7 @@ def part_of(name: str, module: nn.Module) -> str | None:
 
 
 class _Watch:
-    """Time of nested modules, each without what its watched children take. device: where they run. clock: in seconds."""
+    """Time of nested modules, each without what its watched children take. device: where they run. clock: seconds."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self.spent: dict[str, float] = {}

@@ -43,7 +43,7 @@ def _of_hub(hub_id: str) -> tuple[dict[str, Any], list[TensorInfo]]:
     """Of a snapshot that is here already, or else of the hub."""
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     try:
         folder = Path(snapshot_download(hub_id, local_files_only=True))
@@ -59,8 +59,8 @@ def _of_hub(hub_id: str) -> tuple[dict[str, Any], list[TensorInfo]]:
         if isinstance(error, ModelFileError):
             raise
         raise ModelFileError(
-            f"model {hub_id!r} is not here and its headers cannot be read from the hub: {_first_line(error)}; check the "
-            f"name, go online or log in (`hf auth login`), or give a local folder"
+            f"model {hub_id!r} is not here and its headers cannot be read from the hub: {_first_line(error)}; check "
+            f"the name, go online or log in (`hf auth login`), or give a local folder"
         ) from error
     return config, [
         _tensor(name, one.dtype, one.shape, one.data_offsets, file)

@@ -1,4 +1,4 @@
-"""What a MODEL argument names: the embedded default, a folder, a GGUF file or a hub id. Nothing is fetched or loaded."""
+"""What a MODEL argument names: the embedded default, a folder, a GGUF file or a hub id. Nothing is fetched."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""What each layer of a model keeps of a sequence, from config.json alone: keys and values, a latent, a state, or nothing.
+"""What each layer of a model keeps of a sequence, from config.json alone: keys and values, a latent, a state.
 
 A family is in `_FAMILIES` or it is refused by its name: a formula that fits most models is 8 times off for windows and
 3 times for hybrids. Fields that a file leaves out have the values that transformers gives them there.
@@ -26,8 +26,8 @@ class Kind(StrEnum):
 class Layer:
     """One layer of a model.
 
-    index: its number. num_heads: of queries. num_kv_heads, key_width, value_width: of what a token leaves behind; of a latent
-    its own width as the key's and that of the RoPE part as the value's. window: of a sliding layer, in tokens.
+    index: its number. num_heads: of queries. num_kv_heads, key_width, value_width: of what a token leaves behind; of a
+    latent its own width as the key's and that of the RoPE part as the value's. window: of a sliding layer, in tokens.
     conv_values, state_values: of a recurrent layer, the former in the model's dtype, the latter in fp32.
     """
 
@@ -50,6 +50,11 @@ class Layer:
     def values_per_token(self) -> int:
         """Values that a token adds: keys and values of all heads."""
         return self.num_kv_heads * (self.key_width + self.value_width)
+
+    @property
+    def values_by_head(self) -> int:
+        """Values of a token that a query meets: keys and values once for each of its heads."""
+        return self.num_heads * (self.key_width + self.value_width)
 
     def held_tokens(self, tokens: int) -> int:
         """Tokens of a sequence whose keys and values are held: no more than the window."""

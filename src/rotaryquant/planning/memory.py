@@ -20,8 +20,8 @@ PROCESS_BYTES = 485_000_000
 #: Prompt tokens in one forward on a CPU (integrations.transformers.session).
 CHUNK = 512
 
-#: Products of bf16 experts on a CPU are compiled for each number of tokens that meets an expert, and kept: both products
-#: of one such number. Measured on glm4moe-70m; packed weights have kernels of their own, which are compiled once.
+#: Products of bf16 experts on a CPU are compiled for each number of tokens that meets an expert, and kept: bytes of
+#: both products of one such number. Measured on glm4moe-70m; packed weights have kernels that need no compiling.
 COMPILED_BYTES = 1_100_000
 
 
@@ -127,13 +127,7 @@ def working_bytes(geometry: Geometry, tokens: int, element_bytes: int) -> int:
     """
     chunk = min(CHUNK, tokens)
     queries = max((layer.num_heads * layer.key_width for layer in geometry.layers), default=0)
-    layout = max(
-        (
-            layer.num_heads * (layer.key_width + layer.value_width) * layer.held_tokens(tokens)
-            for layer in _rows(geometry)
-        ),
-        default=0,
-    )
+    layout = max((layer.values_by_head * layer.held_tokens(tokens) for layer in _rows(geometry)), default=0)
     return (12 * chunk * (geometry.hidden + queries) + 2 * layout) * element_bytes + 4 * geometry.vocabulary
 
 

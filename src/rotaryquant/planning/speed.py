@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rotaryquant.models.geometry import Geometry, Kind
+from rotaryquant.models.geometry import Geometry
 from rotaryquant.planning.weights import Weights
 
 #: Share of a step above which packing keys and values pays in time (the paper's; `eval profile` measures it).
@@ -44,61 +44,56 @@ def paging(weights: Weights, per_token: int, clients: int, room: int) -> Paging:
 class Rates:
     """Seconds that a decode step of one sequence takes for what it reads.
 
-    weight: of a byte of weights. cached: of a byte of keys and values at 16 bits. attention: of a layer with attention,
-    whatever its length. layer: of any layer besides. experts: of a layer with routed experts besides.
+    weight: of a byte of weights. cached: of a byte of keys and values at 16 bits. by_head: whether these are read once
+    for each query head, not once for all that share them. attention: of a layer with attention, whatever its length.
+    layer: of any layer besides. experts: of a layer with routed experts besides.
     """
 
     weight: float
     cached: float
+    by_head: bool
     attention: float
     layer: float
     experts: float
 
 
-#: A machine on which memory alone decides: a byte is a byte.
-BY_BYTES = Rates(1.0, 1.0, 0.0, 0.0, 0.0)
+#: A machine on which memory alone decides, and which reads keys and values once for all heads that share them.
+BY_BYTES = Rates(1.0, 1.0, False, 0.0, 0.0, 0.0)
 
-
-#: One thread of an AMD EPYC with AVX-512 under torch 2.13 and transformers' own attention and experts.
-CPU = Rates(weight=0.2e-9, cached=1.83e-9, attention=0.4e-3, layer=0.8e-3, experts=0.8e-3)
+#: One thread of an AMD EPYC with AVX-512 under torch 2.13, whose attention for bf16 reads keys and values for each
+#: query head anew. Fitted to processor times of glm4moe-70m and SmolLM2-135M; docs/planning.md has them beside others.
+CPU = Rates(0.19e-9, 0.457e-9, True, 0.38e-3, 0.46e-3, 1.25e-3)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A decode step with a 16-bit cache. weights, cached: bytes that it reads. attention_layers, layers,
-    expert_layers: how many there are.
+    """A decode step with a 16-bit cache. weights, cached: bytes that it reads. cached_by_head: the latter where each
+    query head reads them. attention_layers, layers, expert_layers: how many there are.
     """
 
     weights: float
     cached: int
+    cached_by_head: int
     attention_layers: int
     layers: int
     expert_layers: int
 
     def share(self, rates: Rates) -> float:
         """Share of the step that attention over the cache takes."""
-        attention = self.cached * rates.cached + self.attention_layers * rates.attention
+        cached = self.cached_by_head if rates.by_head else self.cached
+        attention = cached * rates.cached + self.attention_layers * rates.attention
         rest = self.weights * rates.weight + self.layers * rates.layer + self.expert_layers * rates.experts
         return attention / (attention + rest) if attention + rest else 0.0
 
 
 def step_of(geometry: Geometry, weights: Weights, tokens: int) -> Step:
     """A step after `tokens` tokens."""
-    rows = [layer for layer in geometry.layers if layer.values_per_token]
-    cached = sum(2 * layer.values_per_token * layer.held_tokens(tokens) for layer in rows)
+    rows = [layer for layer in geometry.layers if layer.key_width]
     return Step(
-        weights.read_per_token() + weights.cycle(geometry.experts_per_token),
-        cached,
-        len(rows),
-        len(geometry.layers),
-        len(weights.experts),
+        weights=weights.read_per_token() + weights.cycle(geometry.experts_per_token),
+        cached=sum(2 * layer.values_per_token * layer.held_tokens(tokens) for layer in rows),
+        cached_by_head=sum(2 * layer.values_by_head * layer.held_tokens(tokens) for layer in rows),
+        attention_layers=len(rows),
+        layers=len(geometry.layers),
+        expert_layers=len(weights.experts),
     )
-
-
-def packable_share(geometry: Geometry, tokens: int) -> float:
-    """Of the bytes of the cache, those in layers that can be packed: what is left of a window is not among them."""
-    sizes = {kind: 0 for kind in Kind}
-    for layer in geometry.layers:
-        sizes[layer.kind] += layer.values_per_token * layer.held_tokens(tokens)
-    total = sum(sizes.values())
-    return sizes[Kind.FULL] / total if total else 0.0
