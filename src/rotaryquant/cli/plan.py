@@ -15,7 +15,7 @@ def run(words: Sequence[str]) -> int:
     from rotaryquant.integrations.hub_headers import model_headers
     from rotaryquant.planning.plan import Model, Request, make_plan
 
-    request = Request(args.memory, args.context, args.clients, args.kv, args.recipe)
+    request = Request(args.memory, args.context, args.clients, args.kv, args.recipe)  # refused before files are read
     plan = make_plan(Model(*model_headers(args.model)), request)
     path = Path(args.model).expanduser()
     name = path.resolve().name if path.exists() else args.model
@@ -35,7 +35,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     )
     common.add_model(made, required=True)
     made.add_argument("--memory", type=parse_size, required=True, metavar="SIZE", help="the budget, such as 16GB")
-    made.add_argument("--context", type=int, default=4096, metavar="N", help="tokens a sequence has (default 4096)")
+    made.add_argument(
+        "--context", type=int, metavar="N", help="tokens of a sequence (default 4096, or what the model has)"
+    )
     made.add_argument("--clients", type=int, default=1, metavar="N", help="sequences at a time (default 1)")
     made.add_argument("--recipe", default="as-is", metavar="NAME", help="of `quantize`, or as-is (default)")
     made.add_argument(

@@ -53,7 +53,7 @@ def _memory(plan: Plan) -> list[tuple[str, str, str]]:
     each = f"{request.clients} × {show_bytes(cache.total)}" if request.clients > 1 else ""
     exact = f"{show_bytes(cache.exact_whole)} each at 16 bits{smaller}"
     rows.append(
-        (f"cache of {request.context:,} tokens", show_bytes(need.caches), "; ".join(filter(None, (each, exact))))
+        (f"cache of {request.tokens:,} tokens", show_bytes(need.caches), "; ".join(filter(None, (each, exact))))
     )
     if need.prompt:
         rows.append(("a prompt until it is packed", show_bytes(need.prompt), "none with --kv ...,prefill=streaming"))
@@ -121,7 +121,7 @@ def _paging(plan: Plan, speeds: Mapping[str, float]) -> Iterator[str]:
 
 
 def _pays(plan: Plan) -> Iterator[str]:
-    share, tokens = plan.share(), plan.request.context
+    share, tokens = plan.share(), plan.request.tokens
     where = "never does here" if plan.pays_from is None else f"does from {plan.pays_from:,} tokens on"
     verdict = "pays in time" if plan.pays else "saves memory more than time"
     yield (

@@ -20,6 +20,9 @@ from rotaryquant.weights.recipes import RECIPES
 #: Whether this version can run with some experts on disk. As long as it cannot, only what is resident as a whole fits.
 PAGES_EXPERTS = False
 
+#: Tokens of a sequence where none are named.
+DEFAULT_CONTEXT = 4096
+
 _STREAMED = "prefill=streaming"
 
 
@@ -52,20 +55,29 @@ class Model:
 
 @dataclass(frozen=True)
 class Request:
-    """What is wanted. memory: the budget in bytes. context: tokens of a sequence, prompt and answer. clients: sequences
-    at a time. kv: a `--kv` SPEC. recipe: of the weights' bits, or `as-is`.
+    """What is wanted. memory: the budget in bytes. context: tokens of a sequence, prompt and answer; None for
+    DEFAULT_CONTEXT, or what the model has. clients: sequences at a time. kv: a `--kv` SPEC. recipe: of the weights'
+    bits, or `as-is`. Raises ConfigError for what no model can honour.
     """
 
     memory: int
-    context: int
+    context: int | None = None
     clients: int = 1
     kv: str = "iso3"
     recipe: str = AS_IS
 
     def __post_init__(self) -> None:
         for name in ("context", "clients"):
-            if (value := getattr(self, name)) < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"--{name}={value} must be at least 1")
+        parse_kv(self.kv)
+        recipe_named(self.recipe)
+
+    @property
+    def tokens(self) -> int:
+        """The context, once it is settled."""
+        assert self.context is not None
+        return self.context
 
 
 @dataclass(frozen=True)
@@ -131,7 +143,9 @@ def make_plan(model: Model, request: Request) -> Plan:
     which something is not known.
     """
     geometry = model.geometry
-    if geometry.max_tokens and request.context > geometry.max_tokens:
+    if request.context is None:
+        request = dataclasses.replace(request, context=min(DEFAULT_CONTEXT, geometry.max_tokens or DEFAULT_CONTEXT))
+    if geometry.max_tokens and request.tokens > geometry.max_tokens:
         raise ConfigError(
             f"--context={request.context}: the model has {geometry.max_tokens} positions; ask for no more than these"
         )
@@ -146,10 +160,10 @@ def make_plan(model: Model, request: Request) -> Plan:
         request=request,
         kv=kv,
         weights=weights,
-        cache=memories.cache_of(geometry.layers, kv, request.context, model.element_bytes),
+        cache=memories.cache_of(geometry.layers, kv, request.tokens, model.element_bytes),
         memory=need,
         paged=paging(weights, geometry.experts_per_token, request.clients, room),
-        step=step_of(geometry, weights, request.context),
+        step=step_of(geometry, weights, request.tokens),
         pays_from=_pays_from(geometry, weights),
         changes=() if need.needed <= request.memory else tuple(_changes(model, request)),
     )
@@ -158,7 +172,7 @@ def make_plan(model: Model, request: Request) -> Plan:
 def _needs(model: Model, request: Request) -> tuple[KVCacheConfig | None, Weights, Memory]:
     kv, recipe = parse_kv(request.kv), recipe_named(request.recipe)
     weights = weigh(model.tensors, len(model.geometry.layers), recipe, model.packed)
-    need = memories.memory_of(model.geometry, weights, kv, request.context, request.clients, model.element_bytes)
+    need = memories.memory_of(model.geometry, weights, kv, request.tokens, request.clients, model.element_bytes)
     return kv, weights, need
 
 
