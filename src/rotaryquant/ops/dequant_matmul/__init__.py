@@ -10,18 +10,19 @@ from rotaryquant.formats.weight import WeightFormat, input_signs
 from rotaryquant.ops import dispatch
 from rotaryquant.ops.weights import PackedWeight
 
-KERNELS = ("cpu", "reference")
+KERNELS = ("triton", "cpu", "reference")
 
 
-def dequant_matmul(x: Tensor, weight: PackedWeight, *, kernel: str = "auto") -> Tensor:
-    """Inputs times weightᵀ, of inputs that are rotated as the weight is.
+def dequant_matmul(x: Tensor, weight: PackedWeight, *, rotated: bool = True, kernel: str = "auto") -> Tensor:
+    """Inputs times weightᵀ.
 
-    x: [..., width], any float dtype. weight: one matrix [rows, width]. Returns [..., rows] in x's dtype; products
-    and sums are fp32 or better.
+    x: [..., width], any float dtype. weight: one matrix [rows, width]. rotated: whether the inputs are rotated as the
+    weight is (`rotate_inputs`); otherwise they are on the way. Returns [..., rows] in x's dtype. Products and sums are
+    fp32 or better; kernels may round rotated inputs of 16 bits to 16 bits.
     """
     if weight.codes.dim() != 2 or x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x {tuple(x.shape)} and a weight {weight.shape}: wanted [..., width] and [rows, width]")
-    result: Tensor = dispatch.run("dequant_matmul", kernel, x, weight)
+    result: Tensor = dispatch.run("dequant_matmul", kernel, x, weight, rotated)
     return result
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from rotaryquant.ops import native
+from rotaryquant.ops.dequant_matmul import rotate_inputs
 from rotaryquant.ops.native import missing as missing
 from rotaryquant.ops.weights import PackedWeight
 
@@ -13,7 +14,7 @@ _MANY = 24
 _UNPACKED = 1 << 22
 
 
-def unsupported(x: Tensor, weight: PackedWeight) -> str | None:
+def unsupported(x: Tensor, weight: PackedWeight, rotated: bool) -> str | None:
     """Why the native kernel cannot take this call, or None."""
     if reason := native.not_on_cpu(x=x, codes=weight.codes, scales=weight.scales):
         return reason
@@ -24,10 +25,11 @@ def unsupported(x: Tensor, weight: PackedWeight) -> str | None:
     return None
 
 
-def run(x: Tensor, weight: PackedWeight) -> Tensor:
+def run(x: Tensor, weight: PackedWeight, rotated: bool) -> Tensor:
     """[..., rows] in x's dtype."""
     rows, width = weight.shape
-    tokens = x.reshape(-1, width).float()
+    given = x if rotated else rotate_inputs(x, weight.codec.format)
+    tokens = given.reshape(-1, width).float()
     if len(tokens) < _MANY:
         if width % 16:
             tokens = torch.nn.functional.pad(tokens, (0, -width % 16))

@@ -3,11 +3,12 @@
 from torch import Tensor
 
 from rotaryquant.formats.codebook import CYCLE
+from rotaryquant.ops.dequant_matmul import rotate_inputs
 from rotaryquant.ops.pack import unpack
 from rotaryquant.ops.weights import PackedWeight
 
 
-def unsupported(x: Tensor, weight: PackedWeight) -> str | None:
+def unsupported(x: Tensor, weight: PackedWeight, rotated: bool) -> str | None:
     """Takes every call."""
     return None
 
@@ -25,6 +26,7 @@ def dequantize(weight: PackedWeight) -> Tensor:
     return values.flatten(-2)
 
 
-def run(x: Tensor, weight: PackedWeight) -> Tensor:
+def run(x: Tensor, weight: PackedWeight, rotated: bool) -> Tensor:
     """[..., rows] in x's dtype."""
-    return (x.float() @ dequantize(weight).mT).to(x.dtype)
+    given = x if rotated else rotate_inputs(x, weight.codec.format)
+    return (given.float() @ dequantize(weight).mT).to(x.dtype)

@@ -1,0 +1,201 @@
+"""From packed codes to levels, four int8 to a word, and products of such words with inputs of the same form.
+
+A *unit* is what is decoded at once: a word of 32 bits, or a whole circle where a level needs the code before and they are
+4 bits wide (64 bits), or two circles at 3 bits (three words). It becomes `words_of` words of four levels. Bytes are
+permuted (PRMT), which looks up four levels at a time in a table of eight; tables of 16 and 64 are made of several.
+
+Every lookup exists twice: as PTX for the GPU, and as plain arithmetic from the definition, for Triton's interpreter.
+"""
+
+import triton
+import triton.language as tl
+
+CIRCLE = 16  # columns of a trellis that are decoded together (formats.codebook.CYCLE)
+
+#: Ways to look levels up. split16: two tables of eight whose answers are added by the product (`split_table`).
+ROUTES = ("split16", "merge16", "table64", "table8", "bytes")
+
+_SPREAD = ((0xFFF, 0xFFF000, 4), (0x003F003F, 0x0FC00FC0, 2), (0x07070707, 0x38383838, 1))
+
+
+def route_of(bits: int, classes: int) -> str:
+    """How levels of codes of so many bits are looked up, where the tokens are few."""
+    if bits == 8:
+        return "bytes"
+    if bits == 2 or (bits == 4 and classes == 1):
+        return "split16"
+    return "table64" if classes > 1 else "table8"
+
+
+def unit_of(bits: int, classes: int) -> int:
+    """Columns of a unit."""
+    if bits == 3:
+        return 2 * CIRCLE
+    return CIRCLE if classes > 1 else 32 // bits
+
+
+def table_of(levels: tuple[int, ...], bits: int, classes: int, route: str) -> list[int]:
+    """The words that a route looks up in, as int32; none for bytes. levels: formats.weight.WeightFormat.levels."""
+    if route == "bytes":
+        return [0]
+    table = list(levels)
+    if bits == 2:  # four bits of the stream are the code before and then the code
+        table = [levels[(i % 4) * 4 + i // 4] if classes > 1 else levels[i // 4] for i in range(16)]
+    if route == "split16":
+        table = _split_table(table)
+    raw = bytes(level & 0xFF for level in table)
+    return [int.from_bytes(raw[i : i + 4], "little", signed=True) for i in range(0, len(raw), 4)]
+
+
+def _split_table(levels: list[int]) -> list[int]:
+    """Two tables of eight whose answers sum to the level.
+
+    An index that is none of a table's gets the sign of the entry eight away, 0 or -1, instead of nothing: PRMT fills a
+    byte with a sign where the top bit of its selector is set. So each entry takes away what the other will add.
+    """
+    low, high = [], []
+    for a, b in zip(levels[:8], levels[8:], strict=True):
+        low_entry, high_entry = next(
+            (a - minus_b, b - minus_a)
+            for minus_a in (-1, 0)
+            for minus_b in (-1, 0)
+            if (minus_a < 0) == (a - minus_b < 0) and (minus_b < 0) == (b - minus_a < 0)
+        )
+        low.append(low_entry)
+        high.append(high_entry)
+    return low + high
+
+
+def _sixteen(source: str, tag: str, outs: list[str], merge: bool) -> list[str]:
+    """Levels of the eight nibbles of a word, of 16 levels each. outs: one name a half, or two where they are split."""
+    lines = [f"xor.b32 n{tag}, {source}, 0x88888888;"]
+    if merge:
+        lines = [
+            f"and.b32 n{tag}, {source}, 0x77777777;",
+            f"shr.u32 m{tag}, {source}, 1;",
+            f"lop3.b32 m{tag}, m{tag}, 0x44444444, 0x32103210, 0xEA;",
+        ]
+    for half in range(2):
+        low, high = (f"n{tag}", f"n{tag}") if merge else (source, f"n{tag}")
+        if half:
+            if merge:
+                lines += [f"shr.u32 n{tag}, n{tag}, 16;", f"shr.u32 m{tag}, m{tag}, 16;"]
+            else:
+                lines += [f"shr.u32 s{tag}, {source}, 16;", f"shr.u32 n{tag}, n{tag}, 16;"]
+                low = f"s{tag}"
+        a, b = ("a", "b") if merge else outs[2 * half : 2 * half + 2]
+        lines += [f"prmt.b32 {a}, t0, t1, {low};", f"prmt.b32 {b}, t2, t3, {high};"]
+        if merge:
+            lines.append(f"prmt.b32 {outs[half]}, a, b, m{tag};")
+    return lines
+
+
+def _sixty_four(now: str, before: str, outs: list[str], shifts: tuple[int, int, int], own: bool) -> list[str]:
+    """Levels of the eight nibbles of a word, each of 64 by its low three bits and three bits more.
+
+    shifts: by how many bits to the left (negative: right) the latter lie under the third bit of a nibble: of `now` for
+    the first where `own`, of `before` for the others.
+    """
+    lines = [f"and.b32 s, {now}, 0x77777777;"]
+    for number, shift in enumerate(shifts):
+        source = now if own and number == 0 else before
+        move = f"shl.b32 m{number}, {source}, {shift};" if shift >= 0 else f"shr.u32 m{number}, {source}, {-shift};"
+        lines += [move, f"lop3.b32 m{number}, m{number}, 0x44444444, 0x32103210, 0xEA;"]
+    for half in range(2):
+        if half:
+            lines += [f"shr.u32 {name}, {name}, 16;" for name in ("s", "m0", "m1", "m2")]
+        lines += [f"prmt.b32 q{i}, t{2 * i}, t{2 * i + 1}, s;" for i in range(8)]
+        lines += [f"prmt.b32 q{i}, q{2 * i}, q{2 * i + 1}, m0;" for i in range(4)]
+        lines += [f"prmt.b32 q{i}, q{2 * i}, q{2 * i + 1}, m1;" for i in range(2)]
+        lines.append(f"prmt.b32 {outs[half]}, q0, q1, m2;")
+    return lines
+
+
+def _spread(source: str, into: str) -> list[str]:
+    """Eight codes of three bits, the low 24 of `source`, a nibble each; what lies above does not matter."""
+    lines, value = [], source
+    for low, high, shift in _SPREAD:
+        lines += [f"and.b32 a, {value}, {high:#x};", f"shl.b32 a, a, {shift};"]
+        lines.append(f"lop3.b32 {into}, {value}, {low:#x}, a, 0xEA;")
+        value = into
+    return lines
+
+
+def ptx_of(bits: int, classes: int, route: str) -> tuple[str, str, int]:
+    """Assembly that decodes a unit, its constraints, and how many words come out.
+
+    Inputs: the unit (one operand of 32 or 64 bits, or three words), then the words of the table.
+    """
+    columns = unit_of(bits, classes)
+    outs = [f"o{i}" for i in range(columns // 4 * (2 if route == "split16" else 1))]
+    tables = {"split16": 4, "merge16": 4, "table64": 16, "table8": 2, "bytes": 0}[route]
+    wide = bits == 4 and classes > 1
+    words = 3 if bits == 3 else 1
+    lines: list[str] = []
+    place = len(outs) + words
+    loads = [f"mov.b32 t{i}, ${place + i};" for i in range(tables)]
+    step = len(outs) // 2
+    if bits == 8:
+        lines = [f"xor.b32 o0, ${len(outs)}, 0x80808080;"]
+    elif bits == 2:  # even columns: what lies before the first is the circle's last
+        lines = [f"mov.b32 w1, ${len(outs)};", "shf.l.wrap.b32 w0, w1, w1, 2;"]
+        lines += _sixteen("w0", "0", outs[:step], route == "merge16")
+        lines += _sixteen("w1", "1", outs[step:], route == "merge16")
+    elif bits == 4 and not wide:
+        lines = [f"mov.b32 w0, ${len(outs)};", *_sixteen("w0", "0", outs, route == "merge16")]
+    elif wide:
+        lines = [f"mov.b64 {{w0, w1}}, ${len(outs)};", *_circle("w0", "w1", outs, (-1, 2, 1), own=True)]
+    else:
+        lines = [f"mov.b32 w{i}, ${len(outs) + i};" for i in range(3)]
+        lines += ["shf.r.wrap.b32 c1, w0, w1, 24;", "shf.r.wrap.b32 c2, w1, w2, 16;", "shr.u32 c3, w2, 8;"]
+        for i, source in enumerate(("w0", "c1", "c2", "c3")):
+            lines += _spread(source, f"d{i}")
+        if classes > 1:
+            lines += _circle("d0", "d1", outs[:4], (2, 1, 0), own=False)
+            lines += _circle("d2", "d3", outs[4:], (2, 1, 0), own=False)
+        else:
+            for i in range(4):
+                lines += [f"prmt.b32 {outs[2 * i]}, t0, t1, d{i};", f"shr.u32 d{i}, d{i}, 16;"]
+                lines.append(f"prmt.b32 {outs[2 * i + 1]}, t0, t1, d{i};")
+    names = "w0, w1, w2, c1, c2, c3, d0, d1, d2, d3, p0, p1, s, s0, s1, n0, n1, m0, m1, m2, a, b"
+    declared = ", ".join([names, *(f"q{i}" for i in range(8)), *(f"t{i}" for i in range(16)), *outs])
+    text = [f"{{ .reg .b32 {declared};", *loads, *lines, *(f"mov.b32 ${i}, o{i};" for i in range(len(outs))), "}"]
+    unit = ["l"] if wide else ["r"] * words
+    return "\n".join(text), ",".join(["=r"] * len(outs) + unit + ["r"] * tables), len(outs)
+
+
+def _circle(first: str, second: str, outs: list[str], shifts: tuple[int, int, int], own: bool) -> list[str]:
+    """Both words of a circle of 16 nibbles, each nibble with the one before it, in a circle."""
+    lines = [f"shf.l.wrap.b32 p0, {second}, {first}, 4;", f"shf.l.wrap.b32 p1, {first}, {second}, 4;"]
+    return lines + _sixty_four(first, "p0", outs[:2], shifts, own) + _sixty_four(second, "p1", outs[2:], shifts, own)
+
+
+DOT = tl.constexpr("dp4a.s32.s32 $0, $1, $2, $3;")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def dot_bytes(a: tl.tensor, b: tl.tensor, total: tl.tensor, PTX: tl.constexpr) -> tl.tensor:  # noqa: N803
+    """Total + the products of four signed bytes of a word with those of another."""
+    if PTX:
+        return tl.inline_asm_elementwise(DOT, "=r,r,r,r", [a, b, total], dtype=tl.int32, is_pure=True, pack=1)
+    for byte in tl.static_range(4):
+        total += ((a << (24 - 8 * byte)) >> 24) * ((b << (24 - 8 * byte)) >> 24)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def level_of(circle: tl.tensor, at, levels_ptr: tl.tensor, BITS: tl.constexpr, CLASSES: tl.constexpr):  # noqa: ANN001, ANN201, N803
+    """The level of one of the codes of a circle or a unit, by definition. circle: int64. at: which code."""
+    code = (circle >> (BITS * at)) & ((1 << BITS) - 1)
+    if CLASSES > 1:
+        before = (circle >> (BITS * ((at + 15) % 16))) & (CLASSES - 1)
+        code += before << BITS
+    return tl.load(levels_ptr + code).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def column_of(word: tl.constexpr, byte: tl.constexpr, BITS: tl.constexpr) -> tl.constexpr:  # noqa: N803
+    """Which column of a unit a byte of a word stands for: at 2 bits even ones come first."""
+    if BITS == 2:
+        return (word % 2) * 8 + 2 * byte + word // 2
+    return 4 * word + byte

@@ -1,0 +1,208 @@
+"""How the Triton programs on packed weights (`native/triton/weights.py`) are launched; `dequant_matmul` and
+`expert_matmul` share it.
+"""
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotaryquant.formats.weight import WeightFormat, input_signs
+from rotaryquant.ops.weights import PackedWeight
+
+#: Activations that are computed where inputs are prepared.
+FUSED = ("silu", "gelu_tanh")
+
+#: Columns of one block of `unpack`.
+_UNPACKED = 512
+
+#: Warps of a block of inputs.
+_PREPARE_WARPS = 4
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How `multiply` cuts a matrix.
+
+    rows: of a block. words: codes of a row that a block holds at most, in words of 32 bits. programs: blocks of rows
+    that are worked on at a time in one matrix, at most. route: of `lookup.ROUTES`, or "" for the format's own.
+    """
+
+    rows: int = 8
+    words: int = 512
+    warps: int = 1
+    programs: int = 4224
+    route: str = ""
+    stages: int = 1
+    stream: bool = False
+
+
+def tile_of(form: WeightFormat, digits: int, tokens: int) -> Tile:
+    """The tile that is fastest on an H200 for so many tokens of one matrix or expert."""
+    if digits > 2 or tokens > 1:
+        return Tile(rows=4)
+    return Tile(rows=4 if form.classes > 1 and form.bits > 2 else 8)
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs its programs, on the CPU."""
+    return bool(importlib.import_module("triton").knobs.runtime.interpret)
+
+
+def missing() -> str | None:
+    """Why no Triton program can run here, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed; pip install triton"
+    if not torch.cuda.is_available() and not interpreted():
+        return "no CUDA device here; TRITON_INTERPRET=1 runs it in Triton's interpreter, for tests"
+    return None
+
+
+def unsupported(x: Tensor, *weights: PackedWeight) -> str | None:
+    """Why these kernels cannot take inputs and weights, or None."""
+    if x.is_cpu and not interpreted():
+        return "x is on the CPU, this kernel reads GPU memory"
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"x is {x.dtype}; this kernel reads float32, bfloat16 and float16"
+    for weight in weights:
+        if weight.codes.device != x.device or weight.scales.device != x.device:
+            return f"codes on {weight.codes.device} and scales on {weight.scales.device}, x on {x.device}"
+        if not (weight.codes.is_contiguous() and weight.scales.is_contiguous()):
+            return "codes or scales that are not contiguous"
+    return None
+
+
+def programs() -> ModuleType:
+    """The Triton programs; imported where they are needed, since Triton is an extra."""
+    return importlib.import_module("rotaryquant.native.triton.weights")
+
+
+def lookup() -> ModuleType:
+    """How codes become levels in them."""
+    return importlib.import_module("rotaryquant.native.triton.lookup")
+
+
+def decodable(form: WeightFormat) -> bool:
+    """Whether `multiply` takes rows of this format: whole units of at least a word, groups that are powers of two."""
+    unit: int = lookup().unit_of(form.bits, form.classes)
+    return form.group & (form.group - 1) == 0 and form.group % max(unit, 16) == 0
+
+
+@lru_cache(maxsize=256)
+def _table(form: WeightFormat, route: str, device: torch.device) -> Tensor:
+    words = lookup().table_of(form.levels, form.bits, form.classes, route)
+    return torch.tensor(words, dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=256)
+def _signs(form: WeightFormat, device: torch.device) -> Tensor:
+    seed = 0 if form.seed is None else form.seed
+    return torch.from_numpy(input_signs(form.width, seed)).float().to(device)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs as `multiply` reads them. words: int32 [tokens, digits · width / 4]. scales: fp32 [tokens, groups]."""
+
+    words: Tensor
+    scales: Tensor
+    digits: int
+
+
+def prepare(x: Tensor, form: WeightFormat, *, rotated: bool, gate: str = "none", digits: int = 2) -> Inputs:
+    """Rows of inputs [tokens, width] as bytes; rotated: they are already. gate: of FUSED, of rows [tokens, 2 · width].
+
+    form: one that is `decodable`, of the matrix that they meet.
+    """
+    tokens = len(x)
+    words = torch.empty(tokens, digits * form.width // 4, dtype=torch.int32, device=x.device)
+    scales = torch.empty(tokens, form.groups, dtype=torch.float32, device=x.device)
+    together = 1 if rotated else form.rotated
+    chunk, small = max(together, form.group), 1 << ((together.bit_length() - 1) // 2)
+    if tokens:
+        programs().prepare[tokens, form.width // chunk](
+            x, _signs(form, x.device), words, scales, form.width, x.stride(0),
+            gate, digits, form.bits, lookup().unit_of(form.bits, form.classes), form.group, chunk,
+            together // small, small, num_warps=_PREPARE_WARPS,
+        )  # fmt: skip
+    return Inputs(words, scales, digits)
+
+
+@dataclass(frozen=True)
+class Items:
+    """Which tokens meet which experts: `plan` of weights.py. index alone: each entry is an item of its own."""
+
+    experts: int
+    index: Tensor
+    share: int
+    order: Tensor | None = None
+    count: Tensor | None = None
+
+
+def plan(index: Tensor, experts: int, share: int, together: int) -> Items:
+    """Entries of index [tokens, k] by expert, up to `together` at a time; share: entries that read one token's inputs."""
+    flat = index.reshape(-1)
+    order, expert, count = (torch.empty(len(flat), dtype=torch.int32, device=index.device) for _ in range(3))
+    block = 16
+    padded = max(block, 1 << (len(flat) - 1).bit_length())
+    programs().plan[(-(-len(flat) // block),)](
+        flat, order, expert, count, len(flat), experts, together, block, padded, num_warps=4
+    )
+    return Items(experts, expert, share, order, count)
+
+
+def multiply(inputs: Inputs, weight: PackedWeight, out: Tensor, tile: Tile, items: Items | None = None) -> None:
+    """Fill out with products: [tokens, rows] of one matrix, or rows of the items' entries of a stack of them."""
+    form, tables = weight.codec.format, lookup()
+    route = tile.route or tables.route_of(form.bits, form.classes)
+    ptx, constraints, outs = tables.ptx_of(form.bits, form.classes, route)
+    table = _table(form, route, weight.codes.device)
+    unit = tables.unit_of(form.bits, form.classes)
+    if interpreted():
+        ptx, outs = "", unit // 4
+    rows = weight.codes.shape[-2]
+    group_words = form.group * form.bits // 32
+    wanted = 1 << (form.groups - 1).bit_length()
+    block_groups = min(wanted, max(1, 1 << (max(1, tile.words // group_words).bit_length() - 1)))
+    nothing = inputs.words
+    tokens = len(inputs.words)
+    one = tokens == 1 if items is None else items.order is None
+    work: tuple[Any, ...] = (nothing, nothing, nothing)
+    if items is not None:
+        work = (nothing if items.order is None else items.order, items.index, nothing if one else items.count)
+    blocks = -(-rows // tile.rows)
+    grid = (min(blocks, tile.programs), 1 if items is None else items.index.numel())
+    programs().multiply[grid](
+        weight.codes, weight.scales, inputs.words, inputs.scales, out, table, weight.codec.levels,
+        *work, rows, form.groups, tokens, 1 if items is None else items.share,
+        form.bits, form.classes, inputs.digits, form.group // unit, unit // 4, tile.rows, block_groups,
+        0 if items is None else items.experts, block_groups >= form.groups,
+        0 if ptx == "" else len(table) * (form.bits != 8), ptx, constraints, outs, one, tile.stream,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def unpack(weight: PackedWeight, out: Tensor) -> None:
+    """Weights scale · level of rows, in the space of rotated inputs, into out [..., rows, width] of any float dtype."""
+    form = weight.codec.format
+    rows = weight.codes.numel() // form.code_bytes
+    block = min(_UNPACKED, 1 << (form.width - 1).bit_length())
+    if rows:
+        programs().unpack[rows, -(-form.width // block)](
+            weight.codes, weight.scales, weight.codec.levels, out, rows, form.width, form.code_bytes,
+            form.bits, form.classes, form.group, block, num_warps=4,
+        )  # fmt: skip
+
+
+def combine(parts: Tensor, index: Tensor, weights: Tensor, experts: int, out: Tensor) -> None:
+    """out [tokens, width]: sums of parts [tokens · k, width] times weights [tokens, k]; others' experts are left out."""
+    tokens, k = index.shape
+    block = 256
+    programs().combine[tokens, -(-out.shape[1] // block)](
+        parts, index, weights, out, out.shape[1], k, 1 << (k - 1).bit_length(), experts, block, num_warps=4
+    )
