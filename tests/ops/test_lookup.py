@@ -25,13 +25,13 @@ def expected(form: WeightFormat, codes: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("bits", "grid"), FORMS)
-@pytest.mark.parametrize("merged", [False, True])
-def test_assembly_decodes_what_the_codes_stand_for(bits: int, grid: str, merged: bool) -> None:
+@pytest.mark.parametrize("other", [False, True])
+def test_assembly_decodes_what_the_codes_stand_for(bits: int, grid: str, other: bool) -> None:
     from rotaryquant.native.triton import lookup
 
     form = WeightFormat(64, bits, grid, 64)
     unit, route = lookup.unit_of(bits, form.classes), lookup.route_of(bits, form.classes)
-    route = "merge16" if merged and route == "split16" else route
+    route = {"split16": "merge16", "table64": "shuffle" if bits == 4 else route}.get(route, route) if other else route
     codes = np.random.default_rng(bits).integers(0, 1 << bits, (500, unit))
     stream = [sum(int(code) << (bits * i) for i, code in enumerate(row)) for row in codes]
     size = 64 if bits == 4 and form.classes > 1 else 32
@@ -40,7 +40,9 @@ def test_assembly_decodes_what_the_codes_stand_for(bits: int, grid: str, merged:
     ]
     table = lookup.table_of(form.levels, bits, form.classes, route)
     text, constraints, outputs = lookup.ptx_of(bits, form.classes, route)
-    entries = [np.uint64(word & 0xFFFFFFFF) for word in (table if bits != 8 else [])]
+    copies = np.array(table, np.int32).view(np.uint32).astype(np.uint64).reshape(-1, lookup.COPIES)
+    assert route == "shuffle" or bool((copies == copies[:, :1]).all())
+    entries = list(copies if route == "shuffle" else copies[: lookup.tables_of(route), 0])
     assert constraints.count("=r") == outputs
     assert len(constraints.split(",")) == outputs + len(words) + len(entries)
     found = np.stack(ptx.run(text, [*words, *entries], outputs), 1)

@@ -56,4 +56,5 @@ _INSTRUCTIONS = {
     "shf.r.wrap.b32": lambda low, high, n: (low >> n) | (high << (np.uint64(32) - n)),
     "lop3.b32": _and_or,
     "prmt.b32": _permute,
+    "shfl.sync.idx.b32": lambda held, lane, *_: held[lane & np.uint64(31)],  # held: of 32 threads
 }

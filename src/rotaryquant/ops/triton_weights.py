@@ -40,6 +40,8 @@ class Tile:
     route: str = ""
     stages: int = 1
     stream: bool = False
+    tiles: int = 0
+    unroll: int = 2
 
 
 def tile_of(form: WeightFormat, digits: int, tokens: int) -> Tile:
@@ -156,33 +158,40 @@ def plan(index: Tensor, experts: int, share: int, together: int) -> Items:
     return Items(experts, expert, share, order, count)
 
 
+def tileable(form: WeightFormat, digits: int) -> bool:
+    """Whether the tensor cores can take rows of a `decodable` format: groups of whole steps of eight units."""
+    return form.bits != 3 and digits == 2 and form.group % (8 * lookup().unit_of(form.bits, form.classes)) == 0
+
+
 def multiply(inputs: Inputs, weight: PackedWeight, out: Tensor, tile: Tile, items: Items | None = None) -> None:
     """Fill out with products: [tokens, rows] of one matrix, or rows of the items' entries of a stack of them."""
     form, tables = weight.codec.format, lookup()
     route = tile.route or tables.route_of(form.bits, form.classes)
-    ptx, constraints, outs = tables.ptx_of(form.bits, form.classes, route)
-    table = _table(form, route, weight.codes.device)
-    unit = tables.unit_of(form.bits, form.classes)
-    if interpreted():
-        ptx, outs = "", unit // 4
-    rows = weight.codes.shape[-2]
-    group_words = form.group * form.bits // 32
-    wanted = 1 << (form.groups - 1).bit_length()
-    block_groups = min(wanted, max(1, 1 << (max(1, tile.words // group_words).bit_length() - 1)))
-    nothing = inputs.words
-    tokens = len(inputs.words)
-    one = tokens == 1 if items is None else items.order is None
+    unit, rows, nothing = tables.unit_of(form.bits, form.classes), weight.codes.shape[-2], inputs.words
+    one = len(inputs.words) == 1 if items is None else items.order is None
     work: tuple[Any, ...] = (nothing, nothing, nothing)
     if items is not None:
-        work = (nothing if items.order is None else items.order, items.index, nothing if one else items.count)
-    blocks = -(-rows // tile.rows)
-    grid = (min(blocks, tile.programs), 1 if items is None else items.index.numel())
-    programs().multiply[grid](
-        weight.codes, weight.scales, inputs.words, inputs.scales, out, table, weight.codec.levels,
-        *work, rows, form.groups, tokens, 1 if items is None else items.share,
-        form.bits, form.classes, inputs.digits, form.group // unit, unit // 4, tile.rows, block_groups,
-        0 if items is None else items.experts, block_groups >= form.groups,
-        0 if ptx == "" else len(table) * (form.bits != 8), ptx, constraints, outs, one, tile.stream,
+        work = (nothing if one else items.order, items.index, nothing if one else items.count)
+    count, experts = (1, 0) if items is None else (items.index.numel(), items.experts)
+    arguments = (
+        weight.codes, weight.scales, inputs.words, inputs.scales, out, _table(form, route, weight.codes.device),
+        weight.codec.levels, *work, rows, form.groups, len(inputs.words), 1 if items is None else items.share,
+        form.bits, form.classes,
+    )  # fmt: skip
+    table = 0 if interpreted() else tables.tables_of(route)
+    if tile.tiles:
+        ptx, constraints = ("", "") if interpreted() else tables.tile_ptx_of(form.bits, form.classes, route)
+        importlib.import_module("rotaryquant.native.triton.weight_tiles").multiply_tiles[-(-rows // (16 * tile.tiles)), count](
+            *arguments, unit // 4, form.group // (8 * unit), tile.tiles, experts, one, table, ptx, constraints,
+            min(tile.unroll, form.groups), num_warps=1, num_stages=tile.stages,
+        )  # fmt: skip
+        return
+    ptx, constraints, outs = ("", "", unit // 4) if interpreted() else tables.ptx_of(form.bits, form.classes, route)
+    whole, most = 1 << (form.groups - 1).bit_length(), max(1, tile.words * 32 // (form.group * form.bits))
+    block_groups = min(whole, 1 << (most.bit_length() - 1))
+    programs().multiply[min(-(-rows // tile.rows), tile.programs), count](
+        *arguments, inputs.digits, form.group // unit, unit // 4, tile.rows, block_groups, experts,
+        block_groups >= form.groups, table, ptx, constraints, outs, one, tile.stream,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

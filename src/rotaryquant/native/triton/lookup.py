@@ -13,7 +13,12 @@ import triton.language as tl
 CIRCLE = 16  # columns of a trellis that are decoded together (formats.codebook.CYCLE)
 
 #: Ways to look levels up. split16: two tables of eight whose answers are added by the product (`split_table`).
-ROUTES = ("split16", "merge16", "table64", "table8", "bytes")
+#: shuffle: the 32 threads of a warp hold the table, four levels each, and ask one another; for trellises of 4 bits.
+ROUTES = ("split16", "merge16", "table64", "shuffle", "table8", "bytes")
+
+#: Copies of a table, one a thread: of one copy the compiler knows that it is the same for all threads, and keeps it in
+#: registers of which a lookup can read but one.
+COPIES = 32
 
 _SPREAD = ((0xFFF, 0xFFF000, 4), (0x003F003F, 0x0FC00FC0, 2), (0x07070707, 0x38383838, 1))
 
@@ -35,16 +40,23 @@ def unit_of(bits: int, classes: int) -> int:
 
 
 def table_of(levels: tuple[int, ...], bits: int, classes: int, route: str) -> list[int]:
-    """The words that a route looks up in, as int32; none for bytes. levels: formats.weight.WeightFormat.levels."""
+    """The words that a route looks up in, as int32, each as often as there are threads that read it (COPIES).
+
+    levels: formats.weight.WeightFormat.levels. Of `shuffle` each thread has a word of its own: the levels of a code after
+    each class.
+    """
     if route == "bytes":
-        return [0]
+        return [0] * COPIES
     table = list(levels)
+    if route == "shuffle":
+        table = [levels[16 * kind + code] for code in (*range(16), *range(16)) for kind in range(4)]
     if bits == 2:  # four bits of the stream are the code before and then the code
         table = [levels[(i % 4) * 4 + i // 4] if classes > 1 else levels[i // 4] for i in range(16)]
     if route == "split16":
         table = _split_table(table)
     raw = bytes(level & 0xFF for level in table)
-    return [int.from_bytes(raw[i : i + 4], "little", signed=True) for i in range(0, len(raw), 4)]
+    words = [int.from_bytes(raw[i : i + 4], "little", signed=True) for i in range(0, len(raw), 4)]
+    return words if route == "shuffle" else [word for word in words for _ in range(COPIES)]
 
 
 def _split_table(levels: list[int]) -> list[int]:
@@ -121,47 +133,111 @@ def _spread(source: str, into: str) -> list[str]:
     return lines
 
 
+def tables_of(route: str) -> int:
+    """Words of a route's table."""
+    return {"split16": 4, "merge16": 4, "table64": 16, "shuffle": 1, "table8": 2, "bytes": 0}[route]
+
+
 def ptx_of(bits: int, classes: int, route: str) -> tuple[str, str, int]:
     """Assembly that decodes a unit, its constraints, and how many words come out.
 
     Inputs: the unit (one operand of 32 or 64 bits, or three words), then the words of the table.
     """
-    columns = unit_of(bits, classes)
-    outs = [f"o{i}" for i in range(columns // 4 * (2 if route == "split16" else 1))]
-    tables = {"split16": 4, "merge16": 4, "table64": 16, "table8": 2, "bytes": 0}[route]
-    wide = bits == 4 and classes > 1
-    words = 3 if bits == 3 else 1
-    lines: list[str] = []
-    place = len(outs) + words
-    loads = [f"mov.b32 t{i}, ${place + i};" for i in range(tables)]
-    step = len(outs) // 2
+    words, tables = 3 if bits == 3 else 1, tables_of(route)
+    outs = unit_of(bits, classes) // 4 * (2 if route == "split16" else 1)
+    names = [f"${i}" for i in range(outs + words + tables)]
+    text = _decoder(bits, classes, route, names[outs : outs + words], names[outs + words :], names[:outs])
+    unit = ["l"] if bits == 4 and classes > 1 else ["r"] * words
+    return text, ",".join(["=r"] * outs + unit + ["r"] * tables), outs
+
+
+def tile_ptx_of(bits: int, classes: int, route: str) -> tuple[str, str]:
+    """Assembly of one step of a warp on the tensor cores, two elements of each tensor a thread, and its constraints.
+
+    Thread 4·g + t has units 2t and 2t + 1 of rows g and g + 8, the words of x for the same units of column g, and sums
+    of columns 2t and 2t + 1 of both rows: what `mma.m16n8k32` takes, columns of the matrix in another order. Operands:
+    outputs sums of row g, of g + 8; inputs units of g, of g + 8, words of x, words of the table, sums so far of both.
+    """
+    words, tables, copies = unit_of(bits, classes) // 4, tables_of(route), 2 if route == "split16" else 1
+    assert bits != 3, "units of three words are not taken by twos"
+    x, table = 8, 8 + 2 * words
+    so_far = table + 2 * tables
+    lines = ["{ .reg .b32 z0, z1, z2, z3;"]
+    lines.append(".reg .b32 " + ", ".join(f"l{r}{u}{i}" for r in "ab" for u in range(2) for i in range(words * copies)) + ";")
+    lines += [f"mov.b32 z{i}, ${so_far + i};" for i in range(4)]
+    for number, row in enumerate("ab"):
+        for unit in range(2):
+            outs = [f"l{row}{unit}{i}" for i in range(words * copies)]
+            entries = [f"${table + 2 * i}" for i in range(tables)]
+            lines.append(_decoder(bits, classes, route, [f"${4 + 2 * number + unit}"], entries, outs))
+    pairs = [(unit, word) for unit in range(2) for word in range(words)]
+    for (unit, word), (other, following) in zip(pairs[::2], pairs[1::2], strict=True):
+        for copy in range(copies):
+            a = [f"l{row}{u}{w * copies + copy}" for u, w in ((unit, word), (other, following)) for row in "ab"]
+            b = f"${x + 2 * word + unit}, ${x + 2 * following + other}"
+            sums = "{z0, z1, z2, z3}"
+            lines.append(
+                f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {sums}, {{{', '.join(a)}}}, {{{b}}}, {sums};"
+            )
+    lines += [f"mov.b32 ${i}, z{i};" for i in range(4)]
+    wide = "l" if bits == 4 and classes > 1 else "r"
+    constraints = ["=r"] * 4 + [wide] * 4 + ["r"] * (2 * words + 2 * tables + 4)
+    return "\n".join([*lines, "}"]), ",".join(constraints)
+
+
+def _decoder(bits: int, classes: int, route: str, unit: list[str], table: list[str], into: list[str]) -> str:
+    """A block that decodes a unit into words of levels, all by their names."""
+    outs = [f"o{i}" for i in range(len(into))]
+    half = len(outs) // 2
+    lines = [f"mov.b32 t{i}, {name};" for i, name in enumerate(table)]
     if bits == 8:
-        lines = [f"xor.b32 o0, ${len(outs)}, 0x80808080;"]
+        lines = [f"xor.b32 o0, {unit[0]}, 0x80808080;"]
     elif bits == 2:  # even columns: what lies before the first is the circle's last
-        lines = [f"mov.b32 w1, ${len(outs)};", "shf.l.wrap.b32 w0, w1, w1, 2;"]
-        lines += _sixteen("w0", "0", outs[:step], route == "merge16")
-        lines += _sixteen("w1", "1", outs[step:], route == "merge16")
-    elif bits == 4 and not wide:
-        lines = [f"mov.b32 w0, ${len(outs)};", *_sixteen("w0", "0", outs, route == "merge16")]
-    elif wide:
-        lines = [f"mov.b64 {{w0, w1}}, ${len(outs)};", *_circle("w0", "w1", outs, (-1, 2, 1), own=True)]
+        lines += [f"mov.b32 w1, {unit[0]};", "shf.l.wrap.b32 w0, w1, w1, 2;"]
+        lines += _sixteen("w0", "0", outs[:half], route == "merge16")
+        lines += _sixteen("w1", "1", outs[half:], route == "merge16")
+    elif bits == 4 and classes == 1:
+        lines += [f"mov.b32 w0, {unit[0]};", *_sixteen("w0", "0", outs, route == "merge16")]
+    elif route == "shuffle":
+        lines += [f"mov.b64 {{w0, w1}}, {unit[0]};", *_shuffled("w0", "w1", outs)]
+    elif bits == 4:
+        lines += [f"mov.b64 {{w0, w1}}, {unit[0]};", *_circle("w0", "w1", outs, (-1, 2, 1), own=True)]
     else:
-        lines = [f"mov.b32 w{i}, ${len(outs) + i};" for i in range(3)]
-        lines += ["shf.r.wrap.b32 c1, w0, w1, 24;", "shf.r.wrap.b32 c2, w1, w2, 16;", "shr.u32 c3, w2, 8;"]
-        for i, source in enumerate(("w0", "c1", "c2", "c3")):
-            lines += _spread(source, f"d{i}")
-        if classes > 1:
-            lines += _circle("d0", "d1", outs[:4], (2, 1, 0), own=False)
-            lines += _circle("d2", "d3", outs[4:], (2, 1, 0), own=False)
-        else:
-            for i in range(4):
-                lines += [f"prmt.b32 {outs[2 * i]}, t0, t1, d{i};", f"shr.u32 d{i}, d{i}, 16;"]
-                lines.append(f"prmt.b32 {outs[2 * i + 1]}, t0, t1, d{i};")
+        lines += _three(classes, unit, outs)
     names = "w0, w1, w2, c1, c2, c3, d0, d1, d2, d3, p0, p1, s, s0, s1, n0, n1, m0, m1, m2, a, b"
     declared = ", ".join([names, *(f"q{i}" for i in range(8)), *(f"t{i}" for i in range(16)), *outs])
-    text = [f"{{ .reg .b32 {declared};", *loads, *lines, *(f"mov.b32 ${i}, o{i};" for i in range(len(outs))), "}"]
-    unit = ["l"] if wide else ["r"] * words
-    return "\n".join(text), ",".join(["=r"] * len(outs) + unit + ["r"] * tables), len(outs)
+    ends = [f"mov.b32 {name}, o{i};" for i, name in enumerate(into)]
+    return "\n".join([f"{{ .reg .b32 {declared};", *lines, *ends, "}"])
+
+
+def _shuffled(first: str, second: str, outs: list[str]) -> list[str]:
+    """Levels of a circle of 16 nibbles: the four of each code from the thread of that number, then the class's among them."""
+    lines = [f"shf.l.wrap.b32 p0, {second}, {first}, 4;", f"shf.l.wrap.b32 p1, {first}, {second}, 4;"]
+    for number, word in enumerate((first, second)):
+        lines.append(f"lop3.b32 s, p{number}, 0x33333333, 0x40404040, 0xEA;")
+        for i in range(8):
+            lines += [f"shr.u32 a, {word}, {4 * i};"] if i else []
+            lines.append(f"shfl.sync.idx.b32 q{i}, t0, {'a' if i else word}, 31, 0xffffffff;")
+        for pair in range(4):
+            lines += ["shr.u32 s, s, 8;"] if pair else []
+            lines.append(f"prmt.b32 q{pair}, q{2 * pair}, q{2 * pair + 1}, s;")
+        lines += [f"prmt.b32 {outs[2 * number + half]}, q{2 * half}, q{2 * half + 1}, 0x5410;" for half in range(2)]
+    return lines
+
+
+def _three(classes: int, unit: list[str], outs: list[str]) -> list[str]:
+    """Two circles of 3-bit codes, three words: first a nibble each."""
+    lines = [f"mov.b32 w{i}, {name};" for i, name in enumerate(unit)]
+    lines += ["shf.r.wrap.b32 c1, w0, w1, 24;", "shf.r.wrap.b32 c2, w1, w2, 16;", "shr.u32 c3, w2, 8;"]
+    for i, source in enumerate(("w0", "c1", "c2", "c3")):
+        lines += _spread(source, f"d{i}")
+    if classes > 1:
+        shifts = (2, 1, 0)
+        return lines + _circle("d0", "d1", outs[:4], shifts, own=False) + _circle("d2", "d3", outs[4:], shifts, own=False)
+    for i in range(4):
+        lines += [f"prmt.b32 {outs[2 * i]}, t0, t1, d{i};", f"shr.u32 d{i}, d{i}, 16;"]
+        lines.append(f"prmt.b32 {outs[2 * i + 1]}, t0, t1, d{i};")
+    return lines
 
 
 def _circle(first: str, second: str, outs: list[str], shifts: tuple[int, int, int], own: bool) -> list[str]:
@@ -171,6 +247,20 @@ def _circle(first: str, second: str, outs: list[str], shifts: tuple[int, int, in
 
 
 DOT = tl.constexpr("dp4a.s32.s32 $0, $1, $2, $3;")
+
+
+#: Which of the 32 threads of its warp a thread is.
+_LANE = tl.constexpr("mov.u32 $0, %laneid;")
+
+@triton.jit  # type: ignore[untyped-decorator]
+def table_words(table_ptr, COUNT: tl.constexpr):  # noqa: ANN001, ANN201, N803
+    """COUNT words of a table [COUNT, COPIES], of which each thread reads its own copy."""
+    words = ()
+    if COUNT > 0:
+        lane = tl.inline_asm_elementwise(_LANE, "=r", [], dtype=tl.int32, is_pure=True, pack=1)
+        for number in tl.static_range(COUNT):
+            words = words + (tl.load(table_ptr + number * 32 + lane),)
+    return words
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -8,7 +8,7 @@ order in which a unit of codes is decoded (`lookup.column_of`): words [tokens, d
 import triton
 import triton.language as tl
 
-from rotaryquant.native.triton.lookup import column_of, dot_bytes, level_of
+from rotaryquant.native.triton.lookup import column_of, dot_bytes, level_of, table_words
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -56,7 +56,7 @@ def prepare(
     x = x.reshape(GROUPS, GROUP)
     largest = tl.max(tl.abs(x), axis=1)
     largest += 0.0 * tl.sum(x, axis=1)  # what is not finite stays so
-    inverse = tl.where(largest > 0, MOST / largest, 0.0)
+    inverse = tl.where(largest > 0, MOST / tl.where(largest > 0, largest, 1.0), 0.0)
     rest = tl.floor(x * inverse[:, None] + 0.5).to(tl.int32)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     tl.store(scales_ptr + row * (width // GROUP) + group, largest * (1.0 / MOST))
@@ -110,8 +110,8 @@ def _level(unit, levels_ptr, COLUMN: tl.constexpr, BITS: tl.constexpr, CLASSES: 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _decode(
-    unit, table_ptr, levels_ptr, BITS: tl.constexpr, CLASSES: tl.constexpr, WORDS: tl.constexpr,
-    TABLE: tl.constexpr, PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, OUTS: tl.constexpr,
+    unit, table, levels_ptr, BITS: tl.constexpr, CLASSES: tl.constexpr, WORDS: tl.constexpr,
+    PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, OUTS: tl.constexpr,
 ):  # fmt: skip # noqa: ANN001, ANN202, N803
     """Words of levels of units: OUTS of them, as many or twice as many as WORDS."""
     if PTX == "":
@@ -122,9 +122,7 @@ def _decode(
                 total |= _level(unit, levels_ptr, column_of(word, byte, BITS), BITS, CLASSES) << (8 * byte)
             found = found + (total,)
     else:
-        arguments = unit
-        for number in tl.static_range(TABLE):
-            arguments = arguments + (tl.load(table_ptr + number),)
+        arguments = unit + table
         if OUTS == 1:
             only = tl.inline_asm_elementwise(PTX, CONSTRAINTS, arguments, dtype=tl.int32, is_pure=True, pack=1)
             found = (only,)
@@ -195,6 +193,7 @@ def multiply(
         if not ONE:
             tokens = tl.load(count_ptr + item)
     units = groups * GROUP_UNITS
+    table = table_words(table_ptr, TABLE)
     inner = tl.arange(0, GROUP_UNITS)[None, None, :]
     if WHOLE:
         group = tl.arange(0, BLOCK_GROUPS)
@@ -218,7 +217,7 @@ def multiply(
                 scales_ptr + row.to(tl.int64)[:, None] * groups + group[None, :],
                 mask=row_in[:, None] & group_in[None, :], other=0.0,
             ).to(tl.float32)  # fmt: skip
-            levels = _decode(held, table_ptr, levels_ptr, BITS, CLASSES, WORDS, TABLE, PTX, CONSTRAINTS, OUTS)
+            levels = _decode(held, table, levels_ptr, BITS, CLASSES, WORDS, PTX, CONSTRAINTS, OUTS)
         for number in range(0, 1 if ONE else tokens):
             entry = first_entry + number
             if EXPERTS > 0 and not ONE:
@@ -240,7 +239,7 @@ def multiply(
                     place = row.to(tl.int64)[:, None, None] * units + piece
                     inside = row_in[:, None, None] & part_in[None, :, None]
                     loaded = _load_units(codes_ptr, place, inside, BITS, CLASSES, False)
-                    found = _decode(loaded, table_ptr, levels_ptr, BITS, CLASSES, WORDS, TABLE, PTX, CONSTRAINTS, OUTS)
+                    found = _decode(loaded, table, levels_ptr, BITS, CLASSES, WORDS, PTX, CONSTRAINTS, OUTS)
                     read = _inputs(x_ptr, piece, part_in[None, :, None], units, DIGITS * WORDS)
                     sums = _dots(found, read, DIGITS, WORDS, OUTS, PTX != "")
                     factor = tl.load(
