@@ -11,10 +11,7 @@ from support import ptx
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 FORMS = [
-    (bits, grid)
-    for bits in (2, 3, 4, 8)
-    for grid in ("trellis", "normal", "uniform")
-    if bits != 8 or grid == "uniform"
+    (bits, grid) for bits in (2, 3, 4, 8) for grid in ("trellis", "normal", "uniform") if bits != 8 or grid == "uniform"
 ]
 
 

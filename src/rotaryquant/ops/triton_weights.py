@@ -18,6 +18,9 @@ from rotaryquant.ops.weights import PackedWeight
 #: Activations that are computed where inputs are prepared.
 FUSED = ("silu", "gelu_tanh")
 
+#: Tokens whose two digits fill the columns of a tile.
+TILE_TOKENS = 4
+
 #: Columns of one block of `unpack`.
 _UNPACKED = 512
 
@@ -39,16 +42,19 @@ class Tile:
     programs: int = 4224
     route: str = ""
     stages: int = 1
-    stream: bool = False
     tiles: int = 0
     unroll: int = 2
 
 
 def tile_of(form: WeightFormat, digits: int, tokens: int) -> Tile:
-    """The tile that is fastest on an H200 for so many tokens of one matrix or expert."""
-    if digits > 2 or tokens > 1:
-        return Tile(rows=4)
-    return Tile(rows=4 if form.classes > 1 and form.bits > 2 else 8)
+    """How up to so many tokens meet a matrix or an expert of a `decodable` format."""
+    if tokens <= TILE_TOKENS and tileable(form, digits):
+        if interpreted():
+            return Tile(tiles=8)  # each program costs the interpreter seconds
+        return Tile(tiles=1, unroll=2, route="shuffle" if form.bits == 4 and form.classes > 1 else "")
+    if interpreted():
+        return Tile(rows=128, words=4096)
+    return Tile(rows=4 if tokens > 1 or digits > 2 or form.bits > 2 else 8)
 
 
 def interpreted() -> bool:
@@ -147,7 +153,7 @@ class Items:
 
 
 def plan(index: Tensor, experts: int, share: int, together: int) -> Items:
-    """Entries of index [tokens, k] by expert, up to `together` at a time; share: entries that read one token's inputs."""
+    """Entries of index [tokens, k] by expert, up to `together` at a time; share: entries that read one token."""
     flat = index.reshape(-1)
     order, expert, count = (torch.empty(len(flat), dtype=torch.int32, device=index.device) for _ in range(3))
     block = 16
@@ -181,7 +187,8 @@ def multiply(inputs: Inputs, weight: PackedWeight, out: Tensor, tile: Tile, item
     table = 0 if interpreted() else tables.tables_of(route)
     if tile.tiles:
         ptx, constraints = ("", "") if interpreted() else tables.tile_ptx_of(form.bits, form.classes, route)
-        importlib.import_module("rotaryquant.native.triton.weight_tiles").multiply_tiles[-(-rows // (16 * tile.tiles)), count](
+        tiles = importlib.import_module("rotaryquant.native.triton.weight_tiles").multiply_tiles
+        tiles[-(-rows // (16 * tile.tiles)), count](
             *arguments, unit // 4, form.group // (8 * unit), tile.tiles, experts, one, table, ptx, constraints,
             min(tile.unroll, form.groups), num_warps=1, num_stages=tile.stages,
         )  # fmt: skip
@@ -191,7 +198,7 @@ def multiply(inputs: Inputs, weight: PackedWeight, out: Tensor, tile: Tile, item
     block_groups = min(whole, 1 << (most.bit_length() - 1))
     programs().multiply[min(-(-rows // tile.rows), tile.programs), count](
         *arguments, inputs.digits, form.group // unit, unit // 4, tile.rows, block_groups, experts,
-        block_groups >= form.groups, table, ptx, constraints, outs, one, tile.stream,
+        block_groups >= form.groups, table, ptx, constraints, outs, one,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -209,7 +216,7 @@ def unpack(weight: PackedWeight, out: Tensor) -> None:
 
 
 def combine(parts: Tensor, index: Tensor, weights: Tensor, experts: int, out: Tensor) -> None:
-    """out [tokens, width]: sums of parts [tokens · k, width] times weights [tokens, k]; others' experts are left out."""
+    """Sums of parts [tokens · k, width] times weights [tokens, k] into out [tokens, width], experts here alone."""
     tokens, k = index.shape
     block = 256
     programs().combine[tokens, -(-out.shape[1] // block)](

@@ -18,8 +18,8 @@ SHAPES = ((16, 1), (48, 5), (128, 33), (512, 8), (576, 17), (1536, 9))  # width,
 def run(
     kernel: str, *, name: str, width: int, rows: int, tokens: int, bits: int, grid: str, group: int, dtype: torch.dtype
 ) -> Tensor:
-    """Any codes at all, scales of either sign and one of zero; a matrix inside a stack, so that it begins anywhere, with
-    matrices of scales that are no numbers around it. Inputs are rotated on the way where there are few rows.
+    """Any codes at all, scales of either sign and one of zero; a matrix inside a stack, so that it begins anywhere,
+    with scales that are no numbers around it. Inputs are rotated on the way where there are few rows.
     """
     random = generator(name)
     form = fit(width, bits, grid, group, rows)

@@ -59,9 +59,7 @@ def run(
     assert forms[1] is not None
     first, second = _stack(random, forms[0], inner * (1 + halves)), _stack(random, forms[1], 77)
     x = torch.randn(tokens, 96, generator=random).to(dtype)
-    experts = torch.stack([torch.randperm(EXPERTS - 1, generator=random)[:k] for _ in range(tokens)]) if tokens else None
-    if experts is None:
-        experts = torch.zeros(0, k, dtype=torch.int64)
+    experts = torch.rand(tokens, EXPERTS - 1, generator=random).argsort(1)[:, :k]
     elsewhere = torch.rand(tokens, k, generator=random) < 0.2
     experts = torch.where(elsewhere, EXPERTS, experts)
     weights = torch.rand(tokens, k, generator=random).to(dtype)

@@ -8,11 +8,14 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import GELUTanh, SiLUActivation
+from transformers.integrations.moe import _default_apply_gate
 
 from rotaryquant.errors import UnsupportedModelError
 from rotaryquant.formats.weight import WeightFormat
 from rotaryquant.models.roles import SCALE
 from rotaryquant.ops.dequant_matmul import dequant_matmul, dequantize, rotate_inputs
+from rotaryquant.ops.expert_matmul import Gate, expert_matmul
 from rotaryquant.ops.weights import PackedWeight, WeightCodec
 
 
@@ -69,7 +72,7 @@ class PackedLinear(_Packed):
 
     def forward(self, x: Tensor) -> Tensor:
         """Inputs [..., in_features] to [..., out_features], in x's dtype."""
-        y = dequant_matmul(rotate_inputs(x, self.form("weight")), self.packed("weight")).to(x.dtype)
+        y = dequant_matmul(x, self.packed("weight"), rotated=False)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
@@ -118,18 +121,22 @@ class PackedExperts(_Packed):
         for name, parameter in source.named_parameters(recurse=False):
             self._add(name, tuple(parameter.shape), forms[name])
         self._first = next(name for name in self._IN if name in forms)
+        self._between = Gate(self._gated, self._fused() if self.has_gate else None)
+
+    def _gated(self, up: Tensor) -> Tensor:
+        """What the second product takes of what the first one gives."""
+        return self._gate(self, up) if self.has_gate else self.act_fn(up)
+
+    def _fused(self) -> str | None:
+        """The name of the activation, where the class gates as most do: activation(first half) · second half."""
+        if self._gate is not _default_apply_gate:
+            return None
+        if isinstance(self.act_fn, nn.SiLU | SiLUActivation):
+            return "silu"
+        tanh = isinstance(self.act_fn, GELUTanh) or getattr(self.act_fn, "approximate", None) == "tanh"
+        return "gelu_tanh" if tanh else None
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens [tokens, hidden], their experts [tokens, k] and weights, to [tokens, hidden]."""
-        out = torch.zeros_like(hidden, dtype=torch.float32)
-        rotated = rotate_inputs(hidden, self.form(self._first))
         first, second = self.packed(self._first), self.packed(self._OUT)
-        for expert in torch.unique(top_k_index).tolist():
-            if expert >= self.num_experts:  # a sentinel: the expert is elsewhere
-                continue
-            token, place = torch.where(top_k_index == expert)
-            up = dequant_matmul(rotated[token], first[expert]).to(hidden.dtype)
-            inner = self._gate(self, up) if self.has_gate else self.act_fn(up)
-            down = dequant_matmul(rotate_inputs(inner, self.form(self._OUT)), second[expert])
-            out.index_add_(0, token, down.float() * top_k_weights[token, place, None].float())
-        return out.to(hidden.dtype)
+        return expert_matmul(hidden, top_k_index, top_k_weights, first, second, self._between)

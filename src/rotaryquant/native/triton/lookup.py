@@ -1,7 +1,7 @@
 """From packed codes to levels, four int8 to a word, and products of such words with inputs of the same form.
 
-A *unit* is what is decoded at once: a word of 32 bits, or a whole circle where a level needs the code before and they are
-4 bits wide (64 bits), or two circles at 3 bits (three words). It becomes `words_of` words of four levels. Bytes are
+A *unit* is what is decoded at once: a word of 32 bits, or a whole circle where a level needs the code before and codes
+have 4 bits (64 bits), or two circles at 3 bits (three words). It becomes a word for every four columns. Bytes are
 permuted (PRMT), which looks up four levels at a time in a table of eight; tables of 16 and 64 are made of several.
 
 Every lookup exists twice: as PTX for the GPU, and as plain arithmetic from the definition, for Triton's interpreter.
@@ -42,8 +42,8 @@ def unit_of(bits: int, classes: int) -> int:
 def table_of(levels: tuple[int, ...], bits: int, classes: int, route: str) -> list[int]:
     """The words that a route looks up in, as int32, each as often as there are threads that read it (COPIES).
 
-    levels: formats.weight.WeightFormat.levels. Of `shuffle` each thread has a word of its own: the levels of a code after
-    each class.
+    levels: formats.weight.WeightFormat.levels. Of `shuffle` each thread has a word of its own: the levels of a code
+    after each class.
     """
     if route == "bytes":
         return [0] * COPIES
@@ -163,7 +163,9 @@ def tile_ptx_of(bits: int, classes: int, route: str) -> tuple[str, str]:
     x, table = 8, 8 + 2 * words
     so_far = table + 2 * tables
     lines = ["{ .reg .b32 z0, z1, z2, z3;"]
-    lines.append(".reg .b32 " + ", ".join(f"l{r}{u}{i}" for r in "ab" for u in range(2) for i in range(words * copies)) + ";")
+    lines.append(
+        ".reg .b32 " + ", ".join(f"l{r}{u}{i}" for r in "ab" for u in range(2) for i in range(words * copies)) + ";"
+    )
     lines += [f"mov.b32 z{i}, ${so_far + i};" for i in range(4)]
     for number, row in enumerate("ab"):
         for unit in range(2):
@@ -211,7 +213,7 @@ def _decoder(bits: int, classes: int, route: str, unit: list[str], table: list[s
 
 
 def _shuffled(first: str, second: str, outs: list[str]) -> list[str]:
-    """Levels of a circle of 16 nibbles: the four of each code from the thread of that number, then the class's among them."""
+    """Levels of a circle of 16 nibbles: the four of a code from the thread of its number, then that of its class."""
     lines = [f"shf.l.wrap.b32 p0, {second}, {first}, 4;", f"shf.l.wrap.b32 p1, {first}, {second}, 4;"]
     for number, word in enumerate((first, second)):
         lines.append(f"lop3.b32 s, p{number}, 0x33333333, 0x40404040, 0xEA;")
@@ -233,7 +235,9 @@ def _three(classes: int, unit: list[str], outs: list[str]) -> list[str]:
         lines += _spread(source, f"d{i}")
     if classes > 1:
         shifts = (2, 1, 0)
-        return lines + _circle("d0", "d1", outs[:4], shifts, own=False) + _circle("d2", "d3", outs[4:], shifts, own=False)
+        return (
+            lines + _circle("d0", "d1", outs[:4], shifts, own=False) + _circle("d2", "d3", outs[4:], shifts, own=False)
+        )
     for i in range(4):
         lines += [f"prmt.b32 {outs[2 * i]}, t0, t1, d{i};", f"shr.u32 d{i}, d{i}, 16;"]
         lines.append(f"prmt.b32 {outs[2 * i + 1]}, t0, t1, d{i};")
@@ -252,8 +256,9 @@ DOT = tl.constexpr("dp4a.s32.s32 $0, $1, $2, $3;")
 #: Which of the 32 threads of its warp a thread is.
 _LANE = tl.constexpr("mov.u32 $0, %laneid;")
 
+
 @triton.jit  # type: ignore[untyped-decorator]
-def table_words(table_ptr, COUNT: tl.constexpr):  # noqa: ANN001, ANN201, N803
+def table_words(table_ptr: tl.tensor, COUNT: tl.constexpr) -> tl.tuple:
     """COUNT words of a table [COUNT, COPIES], of which each thread reads its own copy."""
     words = ()
     if COUNT > 0:
@@ -264,7 +269,7 @@ def table_words(table_ptr, COUNT: tl.constexpr):  # noqa: ANN001, ANN201, N803
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def dot_bytes(a: tl.tensor, b: tl.tensor, total: tl.tensor, PTX: tl.constexpr) -> tl.tensor:  # noqa: N803
+def dot_bytes(a: tl.tensor, b: tl.tensor, total: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
     """Total + the products of four signed bytes of a word with those of another."""
     if PTX:
         return tl.inline_asm_elementwise(DOT, "=r,r,r,r", [a, b, total], dtype=tl.int32, is_pure=True, pack=1)
@@ -274,7 +279,9 @@ def dot_bytes(a: tl.tensor, b: tl.tensor, total: tl.tensor, PTX: tl.constexpr) -
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def level_of(circle: tl.tensor, at, levels_ptr: tl.tensor, BITS: tl.constexpr, CLASSES: tl.constexpr):  # noqa: ANN001, ANN201, N803
+def level_of(
+    circle: tl.tensor, at: tl.tensor, levels_ptr: tl.tensor, BITS: tl.constexpr, CLASSES: tl.constexpr
+) -> tl.tensor:
     """The level of one of the codes of a circle or a unit, by definition. circle: int64. at: which code."""
     code = (circle >> (BITS * at)) & ((1 << BITS) - 1)
     if CLASSES > 1:
@@ -284,7 +291,7 @@ def level_of(circle: tl.tensor, at, levels_ptr: tl.tensor, BITS: tl.constexpr, C
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def column_of(word: tl.constexpr, byte: tl.constexpr, BITS: tl.constexpr) -> tl.constexpr:  # noqa: N803
+def column_of(word: tl.constexpr, byte: tl.constexpr, BITS: tl.constexpr) -> tl.constexpr:
     """Which column of a unit a byte of a word stands for: at 2 bits even ones come first."""
     if BITS == 2:
         return (word % 2) * 8 + 2 * byte + word // 2

@@ -1,8 +1,8 @@
 """Products with packed weights on the tensor cores, up to four tokens: 16 rows and 8 columns of inputs a warp.
 
 The columns of inputs are the two digits of each token (`weights.prepare`), so that four tokens cost what one does. One
-warp to a program, since each thread's part of the tensors must be what `lookup.tile_ptx_of` says: eight units of a row lie
-side by side, two to a thread, and eight rows below each other are the warp.
+warp to a program, since each thread's part of the tensors must be what `lookup.tile_ptx_of` says: eight units of a row
+lie side by side, two to a thread, and eight rows below each other are the warp.
 """
 
 import triton
@@ -14,9 +14,17 @@ from rotaryquant.native.triton.weights import _decode
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _step(
-    low, high, inputs, table, levels_ptr, BITS: tl.constexpr, CLASSES: tl.constexpr, WORDS: tl.constexpr,
-    PTX: tl.constexpr, CONSTRAINTS: tl.constexpr,
-):  # fmt: skip # noqa: ANN001, ANN202, N803
+    low: tl.tensor,
+    high: tl.tensor,
+    inputs: tl.tuple,
+    table: tl.tuple,
+    levels_ptr: tl.tensor,
+    BITS: tl.constexpr,
+    CLASSES: tl.constexpr,
+    WORDS: tl.constexpr,
+    PTX: tl.constexpr,
+    CONSTRAINTS: tl.constexpr,
+) -> tl.tuple:
     """Products of units of rows g and g + 8, each [tiles, 8, 8], with inputs [1, 8, 8]: int32 [tiles, 8, 8] of both."""
     nothing = tl.zeros(low.shape, tl.int32)
     if PTX == "":
@@ -33,7 +41,7 @@ def _step(
         arguments = (low, high)
         for word in tl.static_range(WORDS):
             arguments = arguments + (tl.broadcast_to(inputs[word], low.shape),)
-        arguments = arguments + table + (nothing, nothing)  # noqa: RUF005
+        arguments = arguments + table + (nothing, nothing)
         first, second = tl.inline_asm_elementwise(
             PTX, CONSTRAINTS, arguments, dtype=(tl.int32, tl.int32), is_pure=True, pack=2
         )
@@ -42,12 +50,32 @@ def _step(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def multiply_tiles(
-    codes_ptr, scales_ptr, words_ptr, x_scales_ptr, out_ptr, table_ptr, levels_ptr,
-    order_ptr, expert_ptr, count_ptr, rows, groups, tokens, share,
-    BITS: tl.constexpr, CLASSES: tl.constexpr, WORDS: tl.constexpr, GROUP_STEPS: tl.constexpr, TILES: tl.constexpr,
-    EXPERTS: tl.constexpr, ONE: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr, CONSTRAINTS: tl.constexpr,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    words_ptr: tl.tensor,
+    x_scales_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    levels_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    expert_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    rows: tl.tensor,
+    groups: tl.tensor,
+    tokens: tl.tensor,
+    share: tl.tensor,
+    BITS: tl.constexpr,
+    CLASSES: tl.constexpr,
+    WORDS: tl.constexpr,
+    GROUP_STEPS: tl.constexpr,
+    TILES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ONE: tl.constexpr,
+    TABLE: tl.constexpr,
+    PTX: tl.constexpr,
+    CONSTRAINTS: tl.constexpr,
     UNROLL: tl.constexpr,
-):  # fmt: skip # noqa: ANN001, ANN201, N803
+) -> None:
     """16 · TILES rows of a matrix times up to four tokens, as `weights.multiply` does it and for the same items."""
     item = tl.program_id(1)
     first_entry = item * 0
@@ -100,9 +128,7 @@ def multiply_tiles(
                 inputs = ()
                 for word in tl.static_range(WORDS):
                     inputs = inputs + (tl.load(x_ptr + word * units + at, mask=used & inside, other=0),)
-                first, second = _step(
-                    low, high, inputs, table, levels_ptr, BITS, CLASSES, WORDS, PTX, CONSTRAINTS
-                )
+                first, second = _step(low, high, inputs, table, levels_ptr, BITS, CLASSES, WORDS, PTX, CONSTRAINTS)
                 low_sums += first.to(tl.float32) * (low_scale * x_scale)
                 high_sums += second.to(tl.float32) * (high_scale * x_scale)
     four = tl.arange(0, 4)

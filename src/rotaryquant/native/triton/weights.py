@@ -1,8 +1,8 @@
-"""Programs on packed weights: inputs to bytes, products of few tokens, weights to memory, and what experts need besides.
+"""Programs on packed weights: inputs to bytes, products of few tokens, weights to memory, and what experts need.
 
 Inputs become integers, a scale for each group of columns: `DIGITS` signed bytes each, of which four make a word, in the
-order in which a unit of codes is decoded (`lookup.column_of`): words [tokens, digits, words of a unit, units], scales fp32
-[tokens, groups]. With two digits they have 16 bits, with three 24.
+order in which a unit of codes is decoded (`lookup.column_of`): words [tokens, digits, words of a unit, units], scales
+fp32 [tokens, groups]. With two digits they have 16 bits, with three 24.
 """
 
 import triton
@@ -12,7 +12,7 @@ from rotaryquant.native.triton.lookup import column_of, dot_bytes, level_of, tab
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _hadamard(size: tl.constexpr):  # noqa: ANN202
+def _hadamard(size: tl.constexpr) -> tl.tensor:
     """Sylvester's matrix [size, size] of ±1, size up to 16: the parity of the bits that row and column share."""
     both = tl.arange(0, size)[:, None] & tl.arange(0, size)[None, :]
     both ^= both >> 2
@@ -21,7 +21,7 @@ def _hadamard(size: tl.constexpr):  # noqa: ANN202
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _activated(x, KIND: tl.constexpr):  # noqa: ANN001, ANN202, N803
+def _activated(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """An activation by name, of fp32 values."""
     if KIND == "silu":
         return x / (1.0 + tl.exp(-x))
@@ -31,10 +31,21 @@ def _activated(x, KIND: tl.constexpr):  # noqa: ANN001, ANN202, N803
 
 @triton.jit  # type: ignore[untyped-decorator]
 def prepare(
-    x_ptr, signs_ptr, words_ptr, scales_ptr, width, row_stride,
-    GATE: tl.constexpr, DIGITS: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
-    CHUNK: tl.constexpr, ROTATED_A: tl.constexpr, ROTATED_B: tl.constexpr,
-):  # fmt: skip # noqa: ANN001, ANN201, N803
+    x_ptr: tl.tensor,
+    signs_ptr: tl.tensor,
+    words_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    width: tl.tensor,
+    row_stride: tl.tensor,
+    GATE: tl.constexpr,
+    DIGITS: tl.constexpr,
+    BITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROTATED_A: tl.constexpr,
+    ROTATED_B: tl.constexpr,
+) -> None:
     """CHUNK columns of a row of inputs: gated, rotated, as bytes.
 
     x: rows of `width` values, or of twice as many where GATE names an activation: then activation(first half) · second.
@@ -80,24 +91,31 @@ def prepare(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load_units(codes_ptr, at, mask, BITS: tl.constexpr, CLASSES: tl.constexpr, STREAM: tl.constexpr):  # noqa: ANN001, ANN202, N803
+def _load_units(
+    codes_ptr: tl.tensor, at: tl.tensor, mask: tl.tensor, BITS: tl.constexpr, CLASSES: tl.constexpr
+) -> tl.tuple:
     """Units by their number: one word each, or three at 3 bits."""
-    if BITS == 3:
-        words_ptr = codes_ptr.to(tl.pointer_type(tl.int32))
-        first = tl.load(words_ptr + 3 * at, mask=mask, other=0)
-        second = tl.load(words_ptr + 3 * at + 1, mask=mask, other=0)
-        return (first, second, tl.load(words_ptr + 3 * at + 2, mask=mask, other=0))
     if BITS == 4 and CLASSES > 1:
         words_ptr = codes_ptr.to(tl.pointer_type(tl.int64))
     else:
         words_ptr = codes_ptr.to(tl.pointer_type(tl.int32))
-    if STREAM:
-        return (tl.load(words_ptr + at, mask=mask, other=0, eviction_policy="evict_first"),)
-    return (tl.load(words_ptr + at, mask=mask, other=0),)
+    if BITS == 3:
+        first = tl.load(words_ptr + 3 * at, mask=mask, other=0)
+        second = tl.load(words_ptr + 3 * at + 1, mask=mask, other=0)
+        found = (first, second, tl.load(words_ptr + 3 * at + 2, mask=mask, other=0))
+    else:
+        found = (tl.load(words_ptr + at, mask=mask, other=0),)
+    return found
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _level(unit, levels_ptr, COLUMN: tl.constexpr, BITS: tl.constexpr, CLASSES: tl.constexpr):  # noqa: ANN001, ANN202, N803
+def _level(
+    unit: tl.tuple,
+    levels_ptr: tl.tensor,
+    COLUMN: tl.constexpr,
+    BITS: tl.constexpr,
+    CLASSES: tl.constexpr,
+) -> tl.tensor:
     """Levels of one column of units, as bytes in int32."""
     if BITS != 3:
         circle = unit[0].to(tl.int64)
@@ -110,9 +128,16 @@ def _level(unit, levels_ptr, COLUMN: tl.constexpr, BITS: tl.constexpr, CLASSES: 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _decode(
-    unit, table, levels_ptr, BITS: tl.constexpr, CLASSES: tl.constexpr, WORDS: tl.constexpr,
-    PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, OUTS: tl.constexpr,
-):  # fmt: skip # noqa: ANN001, ANN202, N803
+    unit: tl.tuple,
+    table: tl.tuple,
+    levels_ptr: tl.tensor,
+    BITS: tl.constexpr,
+    CLASSES: tl.constexpr,
+    WORDS: tl.constexpr,
+    PTX: tl.constexpr,
+    CONSTRAINTS: tl.constexpr,
+    OUTS: tl.constexpr,
+) -> tl.tuple:
     """Words of levels of units: OUTS of them, as many or twice as many as WORDS."""
     if PTX == "":
         found = ()
@@ -134,7 +159,13 @@ def _decode(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _inputs(x_ptr, unit, mask, units, COUNT: tl.constexpr):  # noqa: ANN001, ANN202, N803
+def _inputs(
+    x_ptr: tl.tensor,
+    unit: tl.tensor,
+    mask: tl.tensor,
+    units: tl.tensor,
+    COUNT: tl.constexpr,
+) -> tl.tuple:
     """COUNT words of inputs for each unit [1, groups, units of a group]: those of a token, digit by digit."""
     found = ()
     for number in tl.static_range(COUNT):
@@ -143,7 +174,14 @@ def _inputs(x_ptr, unit, mask, units, COUNT: tl.constexpr):  # noqa: ANN001, ANN
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _dots(levels, inputs, DIGITS: tl.constexpr, WORDS: tl.constexpr, OUTS: tl.constexpr, PTX: tl.constexpr):  # noqa: ANN001, ANN202, N803
+def _dots(
+    levels: tl.tuple,
+    inputs: tl.tuple,
+    DIGITS: tl.constexpr,
+    WORDS: tl.constexpr,
+    OUTS: tl.constexpr,
+    PTX: tl.constexpr,
+) -> tl.tensor:
     """Products of decoded words with inputs, summed over the units of each group: fp32, in steps of the lowest digit.
 
     Two digits fit one integer together.
@@ -166,13 +204,35 @@ def _dots(levels, inputs, DIGITS: tl.constexpr, WORDS: tl.constexpr, OUTS: tl.co
 
 @triton.jit  # type: ignore[untyped-decorator]
 def multiply(
-    codes_ptr, scales_ptr, words_ptr, x_scales_ptr, out_ptr, table_ptr, levels_ptr,
-    order_ptr, expert_ptr, count_ptr, rows, groups, tokens, share,
-    BITS: tl.constexpr, CLASSES: tl.constexpr, DIGITS: tl.constexpr, GROUP_UNITS: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, EXPERTS: tl.constexpr, WHOLE: tl.constexpr,
-    TABLE: tl.constexpr, PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, OUTS: tl.constexpr, ONE: tl.constexpr,
-    STREAM: tl.constexpr,
-):  # fmt: skip # noqa: ANN001, ANN201, N803
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    words_ptr: tl.tensor,
+    x_scales_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    levels_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    expert_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    rows: tl.tensor,
+    groups: tl.tensor,
+    tokens: tl.tensor,
+    share: tl.tensor,
+    BITS: tl.constexpr,
+    CLASSES: tl.constexpr,
+    DIGITS: tl.constexpr,
+    GROUP_UNITS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TABLE: tl.constexpr,
+    PTX: tl.constexpr,
+    CONSTRAINTS: tl.constexpr,
+    OUTS: tl.constexpr,
+    ONE: tl.constexpr,
+) -> None:
     """Rows of a matrix times the tokens that it is for.
 
     EXPERTS 0: one matrix [rows, ...] and `tokens` tokens. Otherwise item program_id(1): of expert `expert_ptr[item]`,
@@ -186,7 +246,6 @@ def multiply(
         expert = tl.load(expert_ptr + item)
         if (expert < 0) | (expert >= EXPERTS):
             return
-        units_row = groups * GROUP_UNITS
         codes_ptr += expert.to(tl.int64) * rows * groups * (GROUP_UNITS * WORDS * 4 * BITS // 8)
         scales_ptr += expert.to(tl.int64) * rows * groups
         first_entry = item
@@ -210,15 +269,14 @@ def multiply(
         row_in = row < rows
         if WHOLE:
             at = row.to(tl.int64)[:, None, None] * units + unit
-            held = _load_units(
-                codes_ptr, at, row_in[:, None, None] & group_in[None, :, None], BITS, CLASSES, STREAM
-            )
+            held = _load_units(codes_ptr, at, row_in[:, None, None] & group_in[None, :, None], BITS, CLASSES)
             scale = tl.load(
                 scales_ptr + row.to(tl.int64)[:, None] * groups + group[None, :],
-                mask=row_in[:, None] & group_in[None, :], other=0.0,
-            ).to(tl.float32)  # fmt: skip
+                mask=row_in[:, None] & group_in[None, :],
+                other=0.0,
+            ).to(tl.float32)
             levels = _decode(held, table, levels_ptr, BITS, CLASSES, WORDS, PTX, CONSTRAINTS, OUTS)
-        for number in range(0, 1 if ONE else tokens):
+        for number in range(1 if ONE else tokens):
             entry = first_entry + number
             if EXPERTS > 0 and not ONE:
                 entry = tl.load(order_ptr + entry)
@@ -238,14 +296,15 @@ def multiply(
                     piece = part[None, :, None] * GROUP_UNITS + inner
                     place = row.to(tl.int64)[:, None, None] * units + piece
                     inside = row_in[:, None, None] & part_in[None, :, None]
-                    loaded = _load_units(codes_ptr, place, inside, BITS, CLASSES, False)
+                    loaded = _load_units(codes_ptr, place, inside, BITS, CLASSES)
                     found = _decode(loaded, table, levels_ptr, BITS, CLASSES, WORDS, PTX, CONSTRAINTS, OUTS)
                     read = _inputs(x_ptr, piece, part_in[None, :, None], units, DIGITS * WORDS)
                     sums = _dots(found, read, DIGITS, WORDS, OUTS, PTX != "")
                     factor = tl.load(
                         scales_ptr + row.to(tl.int64)[:, None] * groups + part[None, :],
-                        mask=row_in[:, None] & part_in[None, :], other=0.0,
-                    ).to(tl.float32)  # fmt: skip
+                        mask=row_in[:, None] & part_in[None, :],
+                        other=0.0,
+                    ).to(tl.float32)
                     x_factor = tl.load(x_scales_ptr + token * groups + part, mask=part_in, other=0.0)
                     total += tl.sum(sums * (factor * x_factor[None, :]), axis=1)
             tl.store(out_ptr + entry.to(tl.int64) * rows + row, total.to(out_ptr.dtype.element_ty), mask=row_in)
@@ -253,9 +312,18 @@ def multiply(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def unpack(
-    codes_ptr, scales_ptr, levels_ptr, out_ptr, rows, width, code_bytes,
-    BITS: tl.constexpr, CLASSES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip # noqa: ANN001, ANN201, N803
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    levels_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    code_bytes: tl.tensor,
+    BITS: tl.constexpr,
+    CLASSES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     """Weights scale · level of BLOCK columns of a row, any width and bits: [rows, width] in out's dtype."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -270,7 +338,13 @@ def unpack(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _code_at(row_ptr, column, inside, code_bytes, BITS: tl.constexpr):  # noqa: ANN001, ANN202, N803
+def _code_at(
+    row_ptr: tl.tensor,
+    column: tl.tensor,
+    inside: tl.tensor,
+    code_bytes: tl.tensor,
+    BITS: tl.constexpr,
+) -> tl.tensor:
     """Codes of columns of a row of bytes, int32."""
     bit = column * BITS
     found = tl.load(row_ptr + (bit >> 3), mask=inside, other=0).to(tl.int32)
@@ -282,9 +356,16 @@ def _code_at(row_ptr, column, inside, code_bytes, BITS: tl.constexpr):  # noqa: 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def plan(
-    index_ptr, order_ptr, expert_ptr, count_ptr, entries,
-    EXPERTS: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr,
-):  # fmt: skip # noqa: ANN001, ANN201, N803
+    index_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    expert_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    entries: tl.tensor,
+    EXPERTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALL: tl.constexpr,
+) -> None:
     """Entries by expert, in their order, and items of up to TOGETHER entries of one expert.
 
     index: expert of each entry. order: entries by expert. Item i, at place i of that order: its expert, or -1 where no
@@ -307,9 +388,16 @@ def plan(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def combine(
-    parts_ptr, index_ptr, weights_ptr, out_ptr, width,
-    K: tl.constexpr, K_BLOCK: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip # noqa: ANN001, ANN201, N803
+    parts_ptr: tl.tensor,
+    index_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    width: tl.tensor,
+    K: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     """The sum of a token's K parts times their weights; parts of experts that are elsewhere are not read."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -35,10 +35,10 @@ def rotate_inputs(x: Tensor, weight: WeightFormat, *, inverse: bool = False) -> 
     if weight.seed is None:
         return x
     signs, matrix = _rotation(weight.width, weight.seed, weight.rotated, x.device)
-    blocks = weight.width // weight.rotated, weight.rotated
+    blocks = (*x.shape[:-1], weight.width // weight.rotated, weight.rotated)
     if inverse:
-        return (x.float().unflatten(-1, blocks) @ matrix.mT).flatten(-2) * signs
-    return ((x.float() * signs).unflatten(-1, blocks) @ matrix).flatten(-2)
+        return (x.float().view(blocks) @ matrix.mT).flatten(-2) * signs
+    return ((x.float() * signs).view(blocks) @ matrix).flatten(-2)
 
 
 @lru_cache(maxsize=256)

@@ -39,7 +39,10 @@ def few(tokens: Tensor, weight: PackedWeight, out: Tensor, rotated: bool, tile: 
         return
     form, digits = weight.codec.format, 3 if tokens.dtype == torch.float32 else 2
     inputs = programs.prepare(tokens, form, rotated=rotated, digits=digits)
-    programs.multiply(inputs, weight, out, tile or programs.tile_of(form, digits, len(tokens)))
+    for begin in range(0, len(tokens), programs.TILE_TOKENS):
+        part = slice(begin, begin + programs.TILE_TOKENS)
+        some = programs.Inputs(inputs.words[part], inputs.scales[part], digits)
+        programs.multiply(some, weight, out[part], tile or programs.tile_of(form, digits, len(some.words)))
 
 
 def many(tokens: Tensor, weight: PackedWeight, out: Tensor, rotated: bool) -> None:

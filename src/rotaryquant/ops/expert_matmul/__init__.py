@@ -36,8 +36,8 @@ def expert_matmul(
 ) -> Tensor:
     """Σ over a token's experts of weight · second · gate(first · x), inputs of both products rotated on the way.
 
-    x: [tokens, width], any float dtype. experts: int64 or int32 [tokens, k]; one outside 0 .. stack is elsewhere and adds
-    nothing. weights: [tokens, k], float. first: a stack [experts, rows, width]; second: [experts, rows, inner].
+    x: [tokens, width], any float dtype. experts: int64 or int32 [tokens, k]; one outside the stack is elsewhere and
+    adds nothing. weights: [tokens, k], float. first: a stack [experts, rows, width]; second: [experts, rows, inner].
     Returns [tokens, rows of second] in x's dtype. The first product and what the gate makes of it have x's dtype,
     products and sums are fp32 or better. Raises ValueError where shapes do not fit.
     """
@@ -52,8 +52,8 @@ def expert_matmul(
         or first.shape[-1] != x.shape[-1]
     ):
         raise ValueError(
-            f"x {tuple(x.shape)}, experts {tuple(experts.shape)}, weights {tuple(weights.shape)} and stacks {first.shape} "
-            f"and {second.shape}: wanted [tokens, width], twice [tokens, k], [experts, rows, width], [experts, rows, inner]"
+            f"x {tuple(x.shape)}, experts {tuple(experts.shape)}, weights {tuple(weights.shape)}, stacks {first.shape} "
+            f"and {second.shape}: wanted [tokens, width], twice [tokens, k], [experts, rows, width] and [..., inner]"
         )
     result: Tensor = dispatch.run("expert_matmul", kernel, x, experts, weights, first, second, gate)
     return result

@@ -20,9 +20,7 @@ def unsupported(
     return products.unsupported(x, first, True) or products.unsupported(x, second, True)
 
 
-def run(
-    x: Tensor, experts: Tensor, weights: Tensor, first: PackedWeight, second: PackedWeight, gate: Gate
-) -> Tensor:
+def run(x: Tensor, experts: Tensor, weights: Tensor, first: PackedWeight, second: PackedWeight, gate: Gate) -> Tensor:
     """[tokens, rows of second] in x's dtype."""
     out = torch.zeros(len(x), second.shape[-2], dtype=torch.float32)
     rotated = rotate_inputs(x, first.codec.format)

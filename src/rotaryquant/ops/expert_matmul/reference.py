@@ -15,9 +15,7 @@ def unsupported(
     return None
 
 
-def run(
-    x: Tensor, experts: Tensor, weights: Tensor, first: PackedWeight, second: PackedWeight, gate: Gate
-) -> Tensor:
+def run(x: Tensor, experts: Tensor, weights: Tensor, first: PackedWeight, second: PackedWeight, gate: Gate) -> Tensor:
     """[tokens, rows of second] in x's dtype."""
     out = torch.zeros(len(x), second.shape[-2], dtype=torch.float32, device=x.device)
     rotated = rotate_inputs(x, first.codec.format).float()

@@ -18,7 +18,7 @@ from rotaryquant.ops.weights import PackedWeight
 MOST = 1024
 
 #: Tokens of an expert that share one decoding.
-TOGETHER = 4
+TOGETHER = programs.TILE_TOKENS
 
 
 def unsupported(
@@ -30,9 +30,7 @@ def unsupported(
     return programs.unsupported(x, first, second)
 
 
-def run(
-    x: Tensor, experts: Tensor, weights: Tensor, first: PackedWeight, second: PackedWeight, gate: Gate
-) -> Tensor:
+def run(x: Tensor, experts: Tensor, weights: Tensor, first: PackedWeight, second: PackedWeight, gate: Gate) -> Tensor:
     """[tokens, rows of second] in x's dtype."""
     x, experts, weights = x.contiguous(), experts.contiguous(), weights.contiguous()
     out = torch.empty(len(x), second.shape[-2], dtype=x.dtype, device=x.device)
@@ -52,7 +50,7 @@ def few(
     gate: Gate,
     tiles: tuple[Tile | None, Tile | None] = (None, None),
 ) -> Tensor:
-    """Products of each of a token's experts, fp32 [tokens · k, rows of second]; rows of experts elsewhere are left as is."""
+    """Products of each of a token's experts, fp32 [tokens · k, rows of second]; of experts elsewhere nothing."""
     tokens, k = experts.shape
     count, digits = len(first.codes), 3 if x.dtype == torch.float32 else 2
     share = 1 if tokens == 1 else TOGETHER
