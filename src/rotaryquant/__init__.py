@@ -11,18 +11,22 @@ from rotaryquant.config import KVCacheConfig, parse_kv
 
 if TYPE_CHECKING:
     from rotaryquant.integrations.transformers.enable import EnabledModel, disable, enable, enabled
+    from rotaryquant.integrations.transformers.packed_weights import RotaryQuantConfig
 
 __version__ = "0.1.0"
-__all__ = ["EnabledModel", "KVCacheConfig", "disable", "enable", "enabled", "parse_kv"]
+__all__ = ["EnabledModel", "KVCacheConfig", "RotaryQuantConfig", "disable", "enable", "enabled", "parse_kv"]
 
 _register()
 
-_LAZY = {"EnabledModel", "disable", "enable", "enabled"}
+_LAZY = {
+    "EnabledModel": "enable", "disable": "enable", "enable": "enable", "enabled": "enable",
+    "RotaryQuantConfig": "packed_weights",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        from rotaryquant.integrations.transformers import enable as module
+        import importlib
 
-        return getattr(module, name)
+        return getattr(importlib.import_module(f"rotaryquant.integrations.transformers.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'rotaryquant' has no attribute {name!r}")

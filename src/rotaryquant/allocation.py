@@ -6,6 +6,7 @@ which choice under a budget costs least is a knapsack, solved exactly.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,8 +22,8 @@ from rotaryquant.formats.fit import Fit
 #: token, adds up over a sum of values, and costs far more than its size says (docs/experiments.md).
 WIDTHS = (2, 3, 4, 8)
 
-#: Steps of a budget beyond which a file is refused: no model comes near.
-_MOST_ROOM = 1_000_000
+#: Steps of a budget at most.
+_STEPS = 100_000
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,11 @@ def allocate(calibration: Calibration, budget: float, quantizer: str = "scalar",
     streams = [(stream, layer.width) for layer in layers for stream in (layer.keys, layer.values)]
     values = [layer.num_kv_heads * layer.width for layer in layers for _ in range(2)]
     options = [_options(stream, width, calibration.probe_bits, quantizer, fitted) for stream, width in streams]
-    bits = _least([[cost for cost, _ in option] for option in options], values, budget)
+    sizes = [[width * count for width in WIDTHS] for count in values]
+    costs = [[cost for cost, _ in option] for option in options]
+    picked = least_cost(costs, sizes, math.floor(budget * sum(values) + 1e-9))
+    assert picked is not None  # the budget is WIDTHS[0] a value or more
+    bits = [WIDTHS[option] for option in picked]
     chosen = [option[WIDTHS.index(width)] for option, width in zip(options, bits, strict=True)]
     fits = [fit for _, fit in chosen]
     spent = sum(width * count for width, count in zip(bits, values, strict=True))
@@ -115,32 +120,32 @@ def everywhere(calibration: Calibration, key_bits: int, value_bits: int, *, fitt
     )
 
 
-def _least(costs: list[list[float]], values: list[int], budget: float) -> list[int]:
-    """Bits of each stream with the least sum of costs, at most `budget` a value over all; the fewest where equal.
+def least_cost(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], room: int) -> list[int] | None:
+    """The choice of one option for each thing with the least sum of costs whose sizes sum to `room` at most.
 
-    costs: nats of each stream at each of WIDTHS. values: how many values of each stream a token has.
+    costs, sizes: of each thing's options. Of options that cost the same the first is taken. Returns the number of each
+    thing's option, or None where even the smallest do not fit. Exact but for sizes that are rounded up to whole steps,
+    which are the sizes' common divisor, or a hundred-thousandth of the room where that is larger.
     """
-    unit = math.gcd(*values)
-    sizes = [count // unit for count in values]
-    room = math.floor(budget * sum(sizes) + 1e-9)
-    if room > _MOST_ROOM:
-        raise ConfigError(
-            f"the calibration's layers differ so much in size that bits cannot be shared out ({room:,} units)"
-        )
-    best: NDArray[np.float64] = np.zeros(room + 1)  # least cost of the streams so far, by bits spent at most
-    chosen = np.empty((len(costs), room + 1), dtype=np.int8)
-    for number, (cost, size) in enumerate(zip(costs, sizes, strict=True)):
-        options = np.full((len(WIDTHS), room + 1), np.inf)
-        for option, width in enumerate(WIDTHS):
-            if (spent := width * size) <= room:
-                options[option, spent:] = best[: room + 1 - spent] + cost[option]
+    step = max(math.gcd(*(size for options in sizes for size in options)), -(-room // _STEPS), 1)
+    steps = room // step
+    best: NDArray[np.float64] = np.zeros(steps + 1)  # least cost of the things so far, by what they take at most
+    chosen = np.empty((len(costs), steps + 1), dtype=np.int8)
+    taken = [[-(-size // step) for size in options] for options in sizes]
+    for number, (cost, of) in enumerate(zip(costs, taken, strict=True)):
+        options = np.full((len(of), steps + 1), np.inf)
+        for option, spent in enumerate(of):
+            if spent <= steps:
+                options[option, spent:] = best[: steps + 1 - spent] + cost[option]
         chosen[number] = options.argmin(0)
         best = options.min(0)
-    bits, left = [], room
+    if not np.isfinite(best[steps]):
+        return None
+    picked, left = [], steps
     for number in reversed(range(len(costs))):
-        bits.append(WIDTHS[chosen[number, left]])
-        left -= bits[-1] * sizes[number]
-    return bits[::-1]
+        picked.append(int(chosen[number, left]))
+        left -= taken[number][picked[-1]]
+    return picked[::-1]
 
 
 def _options(

@@ -12,9 +12,9 @@ from rotaryquant.config import KVCacheConfig, parse_kv
 from rotaryquant.errors import ConfigError
 from rotaryquant.integrations.transformers.checkpoints import (
     Loaded,
-    default_gguf,
     load_folder,
     model_folder,
+    name_of,
     parse_device,
     parse_dtype,
 )
@@ -173,7 +173,7 @@ class LLM:
             torch.set_num_threads(threads)
         folder = model_folder(model, notify)
         check(folder)
-        return cls(load_folder(folder, model or default_gguf().stem, dtype=dtype, device=device), kv)
+        return cls(load_folder(folder, name_of(model), dtype=dtype, device=device), kv)
 
     def prompt(self, prompt: str | Messages) -> Prompt:
         """Tokens of a plain text (as it is) or of messages (through the chat template).

@@ -50,7 +50,7 @@ class Outcome:
 def model_name(model: str | None) -> str:
     """A model as a report names it: a hub id whole, of a path its last part, since folders differ by machine."""
     if model is None:
-        return "SmolLM2-135M-Instruct"
+        return "glm4moe-70m"
     return Path(model).resolve().name if Path(model).exists() else model
 
 

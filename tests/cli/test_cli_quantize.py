@@ -36,7 +36,11 @@ def test_the_table_and_what_is_said_of_a_wrong_input(run: Run, model: str, tmp_p
         (("--group", "100"), "group=100 is unknown; valid: 32, 64, 128"),
         (("--method", "awq"), "method='awq' is unknown; valid: rtn, gptq"),
         (("--method", "gptq"), "--method gptq wants --calibration FILE"),
-        (("--calibration", str(tmp_path)), "--calibration is for --method gptq"),
+        (("--calibration", str(tmp_path)), "--calibration is for --method gptq and --recipe role-auto"),
+        (("--recipe", "role-auto"), "--recipe role-auto wants --size BYTES and --calibration FILE"),
+        (("--size", "3MB"), "--size is for --recipe role-auto; recipe 'role-4-2-8' has the bits it has"),
+        (("--sensitivity", "x"), "--sensitivity is for --recipe role-auto"),
+        (("--recipe", "role-auto", "--size", "many"), "size 'many' must be a number above 0 with a unit"),
     ):
         status, _, err = run("quantize", model, "-o", str(tmp_path / "b"), *options)
         assert status == 2
@@ -72,3 +76,26 @@ def test_kurtosis_of_packed_weights_is_refused(run: Run, model: str, tmp_path: P
     status, _, err = run("inspect", str(tmp_path / "packed"), "--kurtosis")
     assert status != 0
     assert "not quantised yet" in err
+
+
+def test_bits_are_chosen_under_a_size(run: Run, model: str, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("the cat sat on the mat and looked at the dog who ran after a ball " * 600)
+    options = ("--recipe", "role-auto", "--calibration", str(tmp_path / "text"), "--tokens", "2000")
+    kept = tmp_path / "kept.jsonl"
+    sizes, files = [], []
+    for size in ("60KB", "90KB"):
+        out = tmp_path / size
+        status, shown, err = run("quantize", model, "-o", str(out), *options, "--size", size, "--sensitivity",
+                                 str(kept), "--json")  # fmt: skip
+        assert status == 0, err
+        assert json.loads(shown)["recipe"] == "role-auto"
+        sizes.append((out / "model.safetensors").stat().st_size)
+        files.append(kept.read_text())
+    assert files[0] == files[1]
+    assert 0.8 * 60_000 < sizes[0] <= 60_000
+    assert sizes[0] < sizes[1] <= 90_000
+    status, _, err = run("quantize", model, "-o", str(tmp_path / "none"), *options, "--size", "1KB", "--sensitivity",
+                         str(kept))  # fmt: skip
+    assert status == 2
+    assert "size=1,000 bytes is below" in err
+    assert not (tmp_path / "none").exists()

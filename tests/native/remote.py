@@ -160,6 +160,13 @@ class Remote:
     def View(self, **fields: Any) -> Object:
         return Object(fields)  # read at each call: lengths are written between them
 
+    def Weight(self, **fields: Any) -> Object:
+        return Object(fields)
+
+    def weight(self, weight: Object, x: Tensor | None, out: Tensor, matrix: int, begin: int, threads: int) -> None:
+        numbers = {"matrix": matrix, "begin": begin, "threads": threads}
+        self._call("weight", {"weight": weight, "x": x, "out": out, **numbers})
+
     def Plan(self, **fields: Any) -> Object:
         return Object(fields)
 

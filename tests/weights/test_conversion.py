@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rotaryquant.errors import ConfigError, ModelFileError, UnsupportedModelError
-from rotaryquant.models.roles import Role
+from rotaryquant.formats.weight import BITS
+from rotaryquant.models.roles import Part, Role, Side, parts_of
 from rotaryquant.weights import conversion
-from rotaryquant.weights.conversion import convert
+from rotaryquant.weights.conversion import convert, sizes_of
 from rotaryquant.weights.headers import read_folder
 from rotaryquant.weights.packed_config import PackedConfig
-from rotaryquant.weights.recipes import RECIPES, ROUNDED, Recipe, bits_of, parse_recipe
+from rotaryquant.weights.recipes import RECIPES, ROUNDED, Recipe, bits_of, by_role, parse_recipe
 
 BASE = PackedConfig()
 
@@ -89,11 +90,11 @@ def test_the_configuration_names_bits_by_role_and_layer_and_reads_back(tmp_path:
     assert own["bits"]["embedding"] == {"": 4}
     packed = PackedConfig.from_dict(own)
     assert packed.as_dict() == {key: value for key, value in own.items() if key != "quant_method"}
-    form = packed.form_of(Role.ROUTED_EXPERT, 1, 64)
+    form = packed.form_of(Part(Role.ROUTED_EXPERT, Side.OUT), 1, 64)
     assert form is not None
     assert (form.bits, form.grid, form.group, form.seed) == (2, "trellis", 64, 0)
-    assert packed.form_of(Role.ROUTER, 1, 64) is None
-    assert packed.form_of(Role.ROUTED_EXPERT, 9, 64) is None
+    assert packed.form_of(Part(Role.ROUTER, Side.IN), 1, 64) is None
+    assert packed.form_of(Part(Role.ROUTED_EXPERT, Side.IN), 9, 64) is None
 
 
 def test_several_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +139,7 @@ def convert_matrix(matrix: Tensor, hessian: Tensor) -> Tensor:
 STOPPED = """
 import sys
 from pathlib import Path
-from rotaryquant.weights.conversion import convert
+from rotaryquant.weights.conversion import convert, sizes_of
 from rotaryquant.weights.packed_config import PackedConfig
 from rotaryquant.weights.recipes import RECIPES
 convert(Path(sys.argv[1]), Path(sys.argv[2]), RECIPES["role-4-2-8"], PackedConfig(), lambda _: None,
@@ -219,7 +220,7 @@ def test_stopped_in_its_last_steps_it_goes_on_too(tmp_path: Path, monkeypatch: p
 PEAK = """
 import resource, sys
 from pathlib import Path
-from rotaryquant.weights.conversion import convert
+from rotaryquant.weights.conversion import convert, sizes_of
 from rotaryquant.weights.packed_config import PackedConfig
 from rotaryquant.weights.recipes import RECIPES
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -276,22 +277,49 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_written(tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_recipes_are_data_and_keep_what_must_be_kept() -> None:
-    roles = {
-        "model.embed_tokens.weight": Role.EMBEDDING, "model.layers.0.mlp.up_proj.weight": Role.DENSE_MLP,
-        "model.layers.1.mlp.gate.weight": Role.ROUTER,
-        "model.layers.1.mlp.experts.0.up_proj.weight": Role.ROUTED_EXPERT,
-        "model.layers.2.mlp.experts.0.up_proj.weight": Role.ROUTED_EXPERT,
-        "model.layers.3.mlp.experts.0.up_proj.weight": Role.ROUTED_EXPERT,
-        "model.layers.3.mlp.shared_expert.up_proj.weight": Role.SHARED_EXPERT,
+def test_bytes_that_are_planned_are_those_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoint(tmp_path / "in")
+    monkeypatch.setattr(conversion, "_SHARD_BYTES", 12_000)
+    sizes, other = sizes_of(read_folder(folder), BASE)
+    assert {str(part) for part, _ in sizes} == {
+        "embedding", "attention", "attention value", "attention out", "shared expert", "routed expert",
+        "routed expert out",
     }  # fmt: skip
-    assert list(bits_of(RECIPES["role-4-2-8"], roles).values()) == [4, 4, 2, 2, 2, 8]
-    assert list(bits_of(RECIPES["role-4-2-8-edge"], roles).values()) == [4, 4, 4, 2, 4, 8]
-    assert set(bits_of(RECIPES["uniform-3"], roles).values()) == {3}
-    assert all("gate.weight" not in name for recipe in RECIPES.values() for name in bits_of(recipe, roles))
-    with pytest.raises(
-        ConfigError, match="recipe 'role-4-2' is unknown; valid: role-4-2-8, role-4-2-8-edge, uniform-2"
-    ):
+    for bits in BITS:
+        run(folder, tmp_path / str(bits), f"uniform-{bits}")
+        written = sum(path.stat().st_size for path in (tmp_path / str(bits)).glob("*.safetensors"))
+        planned = other + sum(of[bits] for of in sizes.values())
+        assert planned - 2_000 < written <= planned
+
+
+def test_single_parts_of_single_layers_have_bits_of_their_own(tmp_path: Path) -> None:
+    places = {(Part(Role.ROUTED_EXPERT, Side.OUT), 1): 4, (Part(Role.ATTENTION, Side.VALUE), 0): 8}
+    recipe = Recipe("own", by_role(3, 2, 2), places=places)
+    folder = checkpoint(tmp_path / "in")
+    convert(folder, tmp_path / "out", recipe, BASE, lambda _: None, lambda *_: None)
+    bits = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["bits"]
+    assert bits["routed expert out"] == {"0": 2, "1": 4}
+    assert bits["routed expert"] == {"0": 2, "1": 2}
+    assert bits["attention value"] == {"0": 8, "1": 3}
+    assert bits["attention"] == {"0": 3, "1": 3}
+    packed = load_file(tmp_path / "out" / "model.safetensors")
+    assert packed["model.layers.1.mlp.experts.2.down_proj.weight"].shape == (64, 32 * 4 // 8)
+    assert packed["model.layers.0.mlp.experts.2.down_proj.weight"].shape == (64, 32 * 2 // 8)
+
+
+def test_recipes_are_data_and_keep_what_must_be_kept() -> None:
+    parts = parts_of(
+        (
+            "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.gate.weight",
+            "model.layers.1.mlp.experts.0.up_proj.weight", "model.layers.2.mlp.experts.0.up_proj.weight",
+            "model.layers.3.mlp.experts.0.down_proj.weight", "model.layers.3.mlp.shared_expert.up_proj.weight",
+        )
+    )  # fmt: skip
+    assert list(bits_of(RECIPES["role-4-2-8"], parts).values()) == [4, 4, 2, 2, 2, 8]
+    assert list(bits_of(RECIPES["role-4-2-8-edge"], parts).values()) == [4, 4, 4, 2, 4, 8]
+    assert set(bits_of(RECIPES["uniform-3"], parts).values()) == {3}
+    assert all("gate.weight" not in name for recipe in RECIPES.values() for name in bits_of(recipe, parts))
+    with pytest.raises(ConfigError, match=r"recipe 'role-4-2' is unknown; valid: role-4-2-8, .*uniform-8, role-auto"):
         parse_recipe("role-4-2")
     with pytest.raises(ConfigError, match="bits of 'embedding' are 5"):
         Recipe("odd", dict.fromkeys(ROUNDED, 4) | {Role.EMBEDDING: 5})

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from rotaryquant.errors import NonFiniteError
 from rotaryquant.formats.weight import GRIDS, WeightFormat, fit, input_rotation
-from rotaryquant.ops.dequant_matmul import dequantize, rotate_inputs
+from rotaryquant.ops.dequant_matmul import dequantize
+from rotaryquant.ops.weights import rotate_inputs
 from rotaryquant.weights.rounding import round_matrix
 
 

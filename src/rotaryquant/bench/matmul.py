@@ -20,7 +20,7 @@ from rotaryquant.bench.timing import clock_for, estimate, fastest, ratio, torch_
 from rotaryquant.errors import ConfigError
 from rotaryquant.formats.weight import BITS, GRIDS, WeightFormat, fit
 from rotaryquant.measuring import Outcome, Progress
-from rotaryquant.ops.dequant_matmul import dequant_matmul, rotate_inputs
+from rotaryquant.ops.dequant_matmul import dequant_matmul
 from rotaryquant.ops.weights import PackedWeight, WeightCodec
 
 #: Rows of a matrix whose products are checked.
@@ -106,9 +106,7 @@ def _measure(
     nbytes = height * (form.code_bytes + 2 * form.groups)
     weights = [random_weight(form, (height,), device) for _ in range(devices.copies(nbytes))]
     error = _check(x, weights[0])
-    calls: dict[str, list[Callable[[], object]]] = {
-        _OURS: [partial(dequant_matmul, x, weight, rotated=False) for weight in weights]
-    }
+    calls: dict[str, list[Callable[[], object]]] = {_OURS: [partial(dequant_matmul, x, weight) for weight in weights]}
     for name in ("bf16",) if device == "cuda" else ("bf16", "fp32"):
         kind = torch.bfloat16 if name == "bf16" else torch.float32
         exact = [
@@ -127,11 +125,10 @@ def _measure(
 
 def _check(x: Tensor, weight: PackedWeight) -> float:
     """Relative error of ours on the first rows. Raises CheckError."""
-    form = weight.codec.format
     part = PackedWeight(weight.codec, weight.codes[:_CHECKED].clone(), weight.scales[:_CHECKED].clone())
-    wanted = dequant_matmul(rotate_inputs(x, form).float(), part, kernel="reference")
-    found = dequant_matmul(x, part, rotated=False)
-    return require_close(f"dequant_matmul, {form.bits} bits, {len(x)} tokens", found, wanted)
+    wanted = dequant_matmul(x.float(), part, kernel="reference")
+    found = dequant_matmul(x, part)
+    return require_close(f"dequant_matmul, {weight.codec.format.bits} bits, {len(x)} tokens", found, wanted)
 
 
 def row_of(

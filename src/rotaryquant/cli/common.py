@@ -11,7 +11,7 @@ from rotaryquant.errors import ConfigError
 if TYPE_CHECKING:
     from rotaryquant.llm import LLM
 
-_MODEL_HELP = "a model folder, a .gguf file, or org/name on the hub"
+_MODEL_HELP = "a model folder, a .gguf file, org/name on the hub, glm4moe-70m or smollm2-135m"
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,7 +34,9 @@ def add_model(made: argparse.ArgumentParser, *, required: bool = False) -> None:
     if required:
         made.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
     else:
-        made.add_argument("model", metavar="MODEL", nargs="?", help=f"{_MODEL_HELP} (default: SmolLM2-135M-Instruct)")
+        made.add_argument(
+            "model", metavar="MODEL", nargs="?", help=f"{_MODEL_HELP} (default: the embedded glm4moe-70m)"
+        )
     made.add_argument(
         "--kv",
         metavar="SPEC",

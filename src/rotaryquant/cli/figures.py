@@ -30,8 +30,10 @@ class Figures:
     sinks, means, mean tail); held (all buffers of the packed layers now, which are taken in steps). None where nothing
     is packed.
     rates: tokens per second, None where there was nothing to time. reads: key rows that queries read, over layers.
+    weights: bytes in the files and bits of each parameter, scales counted, of all and of those of routed experts.
     """
 
+    weights: dict[str, tuple[int, float]]
     kv: str
     tokens: int
     packing_starts: int
@@ -70,6 +72,7 @@ def measure(llm: "LLM", stream: "TextStream") -> Figures:
     values = sum(layer.values_of(1) for layer in bits)
     read = usage.prompt_tokens - usage.reused_tokens
     return Figures(
+        weights=_weights(llm),
         kv=llm.enabled.kv.name if llm.enabled is not None else "fp16",
         tokens=tokens,
         packing_starts=packing_starts(llm.enabled.kv) if llm.enabled is not None else 0,
@@ -87,10 +90,33 @@ def measure(llm: "LLM", stream: "TextStream") -> Figures:
     )
 
 
+def _weights(llm: "LLM") -> dict[str, tuple[int, float]]:
+    """Bytes and bits of all weights, and of routed experts where there are any."""
+    from rotaryquant.errors import UnsupportedModelError
+    from rotaryquant.models.roles import Role, roles_of
+    from rotaryquant.weights.headers import read_folder
+    from rotaryquant.weights.packed_config import config_in, weights_of
+
+    tensors = read_folder(llm.folder)
+    try:
+        sizes = weights_of(tensors, config_in(llm.folder))
+        roles = roles_of(sizes)
+    except UnsupportedModelError:  # of a family whose tensors nobody told apart yet; it answers all the same
+        sizes, roles = {tensor.name: (tensor.elements, tensor.nbytes) for tensor in tensors}, {}
+    routed = [size for name, size in sizes.items() if roles.get(name) is Role.ROUTED_EXPERT]
+    groups = {"all": list(sizes.values())} | ({Role.ROUTED_EXPERT.value: routed} if routed else {})
+    found = {}
+    for name, group in groups.items():
+        nbytes = sum(size for _, size in group)
+        found[name] = nbytes, 8 * nbytes / sum(count for count, _ in group)
+    return found
+
+
 def rows(figures: Figures, stream: "TextStream", budget: int | None = None) -> list[tuple[str, str]]:
     """The table: (label, value). budget: of `--memory`, in bytes."""
     usage = stream.usage
-    table = [("KV bytes per token, 16-bit", f"{figures.kv_exact:,.0f}"), *_packed_rows(figures)]
+    table = [_weight_row(name, size) for name, size in figures.weights.items()]
+    table += [("KV bytes per token, 16-bit", f"{figures.kv_exact:,.0f}"), *_packed_rows(figures)]
     peak = show_bytes(figures.peak_bytes)
     if budget is not None:
         peak += f" of {show_bytes(budget)} (--memory)"
@@ -103,6 +129,11 @@ def rows(figures: Figures, stream: "TextStream", budget: int | None = None) -> l
         ("finish reason", stream.finish_reason or "running"),
     ]
     return table
+
+
+def _weight_row(name: str, size: tuple[int, float]) -> tuple[str, str]:
+    label = "weights" if name == "all" else f"  of {name}s, all in memory"
+    return label, f"{show_bytes(size[0])}, {size[1]:.2f} bits each"
 
 
 def _packed_rows(figures: Figures) -> list[tuple[str, str]]:

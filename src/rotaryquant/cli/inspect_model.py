@@ -91,16 +91,14 @@ def _read(source: Path) -> _Headers:
     from rotaryquant.integrations.transformers.gguf import check_gguf, gguf_config
     from rotaryquant.integrations.transformers.quiet import quiet
     from rotaryquant.weights.headers import read_folder
-    from rotaryquant.weights.packed_config import METHOD, PackedConfig, weights_of
+    from rotaryquant.weights.packed_config import config_in, weights_of
 
     with quiet():
         if source.is_dir():
             tensors = read_folder(source)
             dtypes = sorted({tensor.dtype for tensor in tensors})
             config = read_config(source)
-            packed = getattr(config, "quantization_config", None) or {}
-            own = packed if isinstance(packed, dict) else packed.to_dict()
-            sizes = weights_of(tensors, PackedConfig.from_dict(own) if own.get("quant_method") == METHOD else None)
+            sizes = weights_of(tensors, config_in(source))
         else:
             tensors, header = [], check_gguf(source)
             dtypes = ["GGUF"]

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from rotaryquant.errors import ConfigError
-from rotaryquant.integrations.transformers.checkpoints import Loaded, default_gguf, load_folder, model_folder
+from rotaryquant.integrations.transformers.checkpoints import Loaded, load_folder, model_folder, name_of
 from rotaryquant.measuring import read_text as read_text
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, dtype: str) -> None:
     """What `load_model` takes: MODEL, and `add_loading_arguments`."""
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="folder, .gguf file or hub id (default: SmolLM2-135M)"
+        "model", metavar="MODEL", nargs="?", help="folder, .gguf file or hub id (default: the embedded glm4moe-70m)"
     )
     add_loading_arguments(parser, dtype)
 
@@ -39,7 +39,7 @@ def load_model(model: str | None, dtype: str, threads: int | None = None, device
         if threads < 1:
             raise ConfigError(f"threads={threads} must be at least 1")
         torch.set_num_threads(threads)
-    return load_folder(model_folder(model), model or default_gguf().stem, dtype=dtype, device=device)
+    return load_folder(model_folder(model), name_of(model), dtype=dtype, device=device)
 
 
 def ids_tensor(loaded: Loaded, ids: Sequence[int]) -> Tensor:

@@ -25,7 +25,7 @@ from rotaryquant.config import parse_kv
 from rotaryquant.counters import Counters
 from rotaryquant.errors import ConfigError
 from rotaryquant.integrations.transformers.cache import PackedCache
-from rotaryquant.integrations.transformers.checkpoints import default_gguf, load_folder, model_folder, parse_device
+from rotaryquant.integrations.transformers.checkpoints import load_folder, model_folder, name_of, parse_device
 from rotaryquant.integrations.transformers.chunks import still_chunks
 from rotaryquant.integrations.transformers.detokenize import StopText, StreamDecoder
 from rotaryquant.integrations.transformers.enable import enable
@@ -92,7 +92,7 @@ class RotaryQuantLM(TemplateLM):  # type: ignore[misc]
         spec = parse_kv(",".join([kv, *(f"{key}={value}" for key, value in options.items())]))
         if threads is not None:
             torch.set_num_threads(int(threads))
-        name = pretrained or default_gguf().stem
+        name = name_of(pretrained)
         loaded = load_folder(model_folder(pretrained), name, dtype=dtype, device=device or "cpu")
         self.model, self.tokenizer, self._end_ids = loaded.model, loaded.tokenizer, loaded.end_ids
         self.enabled = enable(loaded.model, "fp16" if spec is None else spec)

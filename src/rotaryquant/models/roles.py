@@ -8,6 +8,7 @@ refused, since a router or a gate that is taken for a weight like others costs a
 import re
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from typing import NamedTuple, Self
 
 from rotaryquant.errors import UnsupportedModelError
 
@@ -31,6 +32,34 @@ class Role(StrEnum):
     NORM = "norm"
     BIAS = "bias"
     OTHER_INPUT = "other input"  #: vision and audio towers and their projections
+
+
+class Side(StrEnum):
+    """Where in its block a matrix stands: errors in those that write into the residual stream, and in values, which
+    attention passes on as they are, cost more than in those in front of them.
+    """
+
+    IN = ""
+    VALUE = "value"
+    OUT = "out"
+
+
+class Part(NamedTuple):
+    """A role and a side: the finest thing that is given bits of its own in a layer. As text: `routed expert out`."""
+
+    role: Role
+    side: Side
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.side}".strip()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The inverse of `str`. Raises ValueError for a text that is no part."""
+        for side in (Side.VALUE, Side.OUT):
+            if text.endswith(f" {side}"):
+                return cls(Role(text.removesuffix(f" {side}")), side)
+        return cls(Role(text), Side.IN)
 
 
 #: Behind the name of a packed tensor, the name of its scales: they are of its role.
@@ -65,6 +94,9 @@ _IN_LAYER: tuple[tuple[Role, str], ...] = (
     (Role.PER_LAYER_INPUT, r"per_layer_(?:input_gate|projection)\.weight"),
     (Role.DENSE_MLP, rf"{_BLOCK}\.{_MLP}\.weight"),
 )  # fmt: skip
+
+_VALUE = re.compile(r"(?:.*\.)?v_proj(?:\.weight)?")
+_OUT = re.compile(r"(?:.*\.)?(?:down_proj|o_proj|out_proj|c_proj|w2|fc2|fc2_latent_proj|output_linear)(?:\.weight)?")
 
 #: By the whole name, without `model.`, `language_model.` or `backbone.` in front.
 _OUTSIDE: tuple[tuple[Role, str], ...] = (
@@ -134,6 +166,17 @@ def roles_of(names: Iterable[str]) -> dict[str, Role]:
         )
     routed = {layer for layer, role in told.values() if role is Role.ROUTED_EXPERT}
     return {name: _beside(role, layer in routed) for name, (layer, role) in told.items() if role is not None}
+
+
+def parts_of(names: Iterable[str]) -> dict[str, Part]:
+    """Role and side of every tensor of one checkpoint; raises as `roles_of` does. Names are not those of GGUF."""
+    return {name: Part(role, _side(name.removesuffix(SCALE))) for name, role in roles_of(names).items()}
+
+
+def _side(name: str) -> Side:
+    if _VALUE.fullmatch(name):
+        return Side.VALUE
+    return Side.OUT if _OUT.fullmatch(name) else Side.IN
 
 
 def _beside(role: Role, routed: bool) -> Role:

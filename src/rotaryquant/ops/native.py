@@ -22,6 +22,7 @@ from rotaryquant.errors import ConfigError
 from rotaryquant.formats.rotation import hadamard_factors, paley_base
 from rotaryquant.ops.rotate import Rotation
 from rotaryquant.ops.streams import SCALE_DTYPES, CacheView, Codec, PackedStream
+from rotaryquant.ops.weights import PackedWeight
 
 if TYPE_CHECKING:
     from rotaryquant.ops.packed_attention import Options
@@ -191,6 +192,33 @@ def _describe(item: PackedStream) -> Any:
         codes=item.codes,
         scales=item.scales,
     )
+
+
+#: Where the codes and scales of living packed weights lie, and their native descriptions, by the weights' id.
+_weights: dict[int, tuple[tuple[int, int, torch.dtype], Any]] = {}
+
+
+def weight(item: PackedWeight) -> Any:
+    """The native description of a packed matrix or a stack of them, made anew where its tensors were moved."""
+    codes, scales = item.codes, item.scales
+    place = codes.data_ptr(), scales.data_ptr(), scales.dtype
+    known = _weights.get(id(item))
+    if known is not None and known[0] == place:
+        return known[1]
+    if known is None:
+        weakref.finalize(item, _weights.pop, id(item), None)
+    form, tables = item.codec.format, item.codec
+    described = module().Weight(
+        codes=codes,
+        scales=scales,
+        levels=tables.small_levels,
+        factors=tables.input_factors,
+        rotated=form.rotated,
+        bits=form.bits,
+        group=form.group,
+    )
+    _weights[id(item)] = place, described
+    return described
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotaryquant.formats.weight import WeightFormat, input_signs
+from rotaryquant.formats.weight import WeightFormat
 from rotaryquant.ops.weights import PackedWeight
 
 #: Activations that are computed where inputs are prepared.
@@ -28,33 +28,49 @@ _UNPACKED = 512
 _PREPARE_WARPS = 4
 
 
+#: Blocks of rows of one matrix that are worked on at a time, at most, where no tensor core is used.
+_PROGRAMS = 4224
+
+#: From so many rows on one token, and several, are multiplied on the tensor cores, by bits of a code. Below, a warp of
+#: them has too long a way to go through its rows. Measured on an NVIDIA H200 (docs/weights.md).
+_TILE_ROWS = {2: (65536, 8192), 4: (20480, 12288)}
+
+#: Weights that a block of rows holds, of one token and of several.
+_BLOCK_WEIGHTS = 8192, 4096
+
+
 @dataclass(frozen=True)
 class Tile:
     """How `multiply` cuts a matrix.
 
-    rows: of a block. words: codes of a row that a block holds at most, in words of 32 bits. programs: blocks of rows
-    that are worked on at a time in one matrix, at most. route: of `lookup.ROUTES`, or "" for the format's own.
+    tiles: how often 16 rows a program takes on the tensor cores, unroll groups of columns at a time; with 0 it takes
+    blocks of rows, of which it holds `words` words of codes a row at most, without them.
     """
 
-    rows: int = 8
+    rows: int = 4
     words: int = 512
-    warps: int = 1
-    programs: int = 4224
-    route: str = ""
-    stages: int = 1
     tiles: int = 0
-    unroll: int = 2
+    unroll: int = 1
 
 
-def tile_of(form: WeightFormat, digits: int, tokens: int) -> Tile:
-    """How up to so many tokens meet a matrix or an expert of a `decodable` format."""
-    if tokens <= TILE_TOKENS and tileable(form, digits):
-        if interpreted():
-            return Tile(tiles=8)  # each program costs the interpreter seconds
-        return Tile(tiles=1, unroll=2, route="shuffle" if form.bits == 4 and form.classes > 1 else "")
-    if interpreted():
-        return Tile(rows=128, words=4096)
-    return Tile(rows=4 if tokens > 1 or digits > 2 or form.bits > 2 else 8)
+def tile_of(weight: PackedWeight, digits: int, tokens: int) -> Tile:
+    """How so many tokens meet a matrix, or the experts of a stack, of a `decodable` format."""
+    form, rows, stacked = weight.codec.format, weight.codes.shape[-2], weight.codes.dim() == 3
+    several, tiles = tokens > 1, tileable(form, digits)
+    if interpreted():  # each program costs the interpreter seconds
+        return Tile(tiles=8) if tiles and tokens <= TILE_TOKENS else Tile(rows=128, words=4096)
+    if tiles and stacked:
+        return Tile(tiles=1, unroll=1 if several else 8)
+    if tiles and rows >= _TILE_ROWS[form.bits][several] * -(-tokens // TILE_TOKENS):
+        if form.bits == 2:
+            return Tile(tiles=1, unroll=2)
+        return Tile(tiles=1, unroll=4) if form.classes > 1 else Tile(tiles=2, unroll=2)
+    return Tile(rows=4 if stacked or _BLOCK_WEIGHTS[several] // form.width >= 4 else 2)
+
+
+def digits_of(x: Tensor) -> int:
+    """Signed bytes that an input becomes."""
+    return 3 if x.dtype == torch.float32 else 2
 
 
 def interpreted() -> bool:
@@ -107,12 +123,6 @@ def _table(form: WeightFormat, route: str, device: torch.device) -> Tensor:
     return torch.tensor(words, dtype=torch.int32, device=device)
 
 
-@lru_cache(maxsize=256)
-def _signs(form: WeightFormat, device: torch.device) -> Tensor:
-    seed = 0 if form.seed is None else form.seed
-    return torch.from_numpy(input_signs(form.width, seed)).float().to(device)
-
-
 @dataclass(frozen=True)
 class Inputs:
     """Inputs as `multiply` reads them. words: int32 [tokens, digits · width / 4]. scales: fp32 [tokens, groups]."""
@@ -122,19 +132,19 @@ class Inputs:
     digits: int
 
 
-def prepare(x: Tensor, form: WeightFormat, *, rotated: bool, gate: str = "none", digits: int = 2) -> Inputs:
-    """Rows of inputs [tokens, width] as bytes; rotated: they are already. gate: of FUSED, of rows [tokens, 2 · width].
+def prepare(x: Tensor, weight: PackedWeight, *, gate: str = "none", digits: int = 2) -> Inputs:
+    """Rows of inputs [tokens, width], rotated as a `decodable` weight is, as bytes.
 
-    form: one that is `decodable`, of the matrix that they meet.
+    gate: of FUSED, of rows [tokens, 2 · width].
     """
-    tokens = len(x)
+    form, factors, tokens = weight.codec.format, weight.codec.input_factors, len(x)
     words = torch.empty(tokens, digits * form.width // 4, dtype=torch.int32, device=x.device)
     scales = torch.empty(tokens, form.groups, dtype=torch.float32, device=x.device)
-    together = 1 if rotated else form.rotated
+    together = 1 if factors is None else form.rotated
     chunk, small = max(together, form.group), 1 << ((together.bit_length() - 1) // 2)
     if tokens:
         programs().prepare[tokens, form.width // chunk](
-            x, _signs(form, x.device), words, scales, form.width, x.stride(0),
+            x, scales if factors is None else factors, words, scales, form.width, x.stride(0),
             gate, digits, form.bits, lookup().unit_of(form.bits, form.classes), form.group, chunk,
             together // small, small, num_warps=_PREPARE_WARPS,
         )  # fmt: skip
@@ -165,14 +175,17 @@ def plan(index: Tensor, experts: int, share: int, together: int) -> Items:
 
 
 def tileable(form: WeightFormat, digits: int) -> bool:
-    """Whether the tensor cores can take rows of a `decodable` format: groups of whole steps of eight units."""
-    return form.bits != 3 and digits == 2 and form.group % (8 * lookup().unit_of(form.bits, form.classes)) == 0
+    """Whether the tensor cores take rows of a `decodable` format: groups of whole steps of eight units, two digits."""
+    if form.bits not in _TILE_ROWS or digits != 2:
+        return False
+    whole: bool = form.group % (8 * lookup().unit_of(form.bits, form.classes)) == 0
+    return whole
 
 
 def multiply(inputs: Inputs, weight: PackedWeight, out: Tensor, tile: Tile, items: Items | None = None) -> None:
     """Fill out with products: [tokens, rows] of one matrix, or rows of the items' entries of a stack of them."""
     form, tables = weight.codec.format, lookup()
-    route = tile.route or tables.route_of(form.bits, form.classes)
+    route = tables.route_of(form.bits, form.classes, tile.tiles > 0)
     unit, rows, nothing = tables.unit_of(form.bits, form.classes), weight.codes.shape[-2], inputs.words
     one = len(inputs.words) == 1 if items is None else items.order is None
     work: tuple[Any, ...] = (nothing, nothing, nothing)
@@ -190,16 +203,16 @@ def multiply(inputs: Inputs, weight: PackedWeight, out: Tensor, tile: Tile, item
         tiles = importlib.import_module("rotaryquant.native.triton.weight_tiles").multiply_tiles
         tiles[-(-rows // (16 * tile.tiles)), count](
             *arguments, unit // 4, form.group // (8 * unit), tile.tiles, experts, one, table, ptx, constraints,
-            min(tile.unroll, form.groups), num_warps=1, num_stages=tile.stages,
+            min(tile.unroll, form.groups), num_warps=1, num_stages=1,
         )  # fmt: skip
         return
     ptx, constraints, outs = ("", "", unit // 4) if interpreted() else tables.ptx_of(form.bits, form.classes, route)
     whole, most = 1 << (form.groups - 1).bit_length(), max(1, tile.words * 32 // (form.group * form.bits))
     block_groups = min(whole, 1 << (most.bit_length() - 1))
-    programs().multiply[min(-(-rows // tile.rows), tile.programs), count](
+    programs().multiply[min(-(-rows // tile.rows), _PROGRAMS), count](
         *arguments, inputs.digits, form.group // unit, unit // 4, tile.rows, block_groups, experts,
         block_groups >= form.groups, table, ptx, constraints, outs, one,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=1, num_stages=1,
     )  # fmt: skip
 
 

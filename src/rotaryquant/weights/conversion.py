@@ -1,7 +1,7 @@
 """A checkpoint to one with packed weights: tensor by tensor, in the memory of one of them.
 
 What comes out has the names of what went in. A rounded tensor keeps its name with its codes (uint8) and gets a second
-one, `NAME_scale`, beside it; all others are copied. How a tensor is stored is told by its shapes and by its role and
+one, `NAME_scale`, beside it; all others are copied. How a tensor is stored is told by its shapes and by its part and
 layer (`PackedConfig`), never by a table of names, which change on the way into a model.
 """
 
@@ -20,14 +20,15 @@ from torch import Tensor
 from rotaryquant.errors import ModelFileError, UnsupportedModelError
 from rotaryquant.formats import weight as formats
 from rotaryquant.formats.weight import WeightFormat
-from rotaryquant.models.roles import SCALE, Role, layer_number, roles_of
+from rotaryquant.models.roles import SCALE, Part, Role, layer_number, parts_of
 from rotaryquant.ops.dequant_matmul import dequantize
 from rotaryquant.ops.weights import PackedWeight
 from rotaryquant.weights.headers import INDEX_NAME, SINGLE_NAME, TensorInfo, read_folder
 from rotaryquant.weights.packed_config import METHOD, PackedConfig
-from rotaryquant.weights.recipes import Recipe, bits_of
+from rotaryquant.weights.recipes import ROUNDED, Place, Recipe, bits_of, by_role
 from rotaryquant.weights.rounding import round_matrix
-from rotaryquant.weights.shards import Entry, ShardWriter, write_whole
+from rotaryquant.weights.sensitivity import MEASURED
+from rotaryquant.weights.shards import Entry, ShardWriter, header_bytes, write_whole
 
 #: Bytes of a file at most, but for a single tensor that is larger.
 _SHARD_BYTES = 5_000_000_000
@@ -49,7 +50,7 @@ class Item:
     """One tensor of the checkpoint. form: how its rows are packed, or None where it is copied."""
 
     source: TensorInfo
-    role: Role
+    part: Part
     form: WeightFormat | None
 
     def entries(self) -> list[Entry]:
@@ -74,9 +75,9 @@ def plan_items(tensors: Sequence[TensorInfo], recipe: Recipe, base: PackedConfig
     base: grid, group and seed. Raises UnsupportedModelError for a tensor of which no role is known, ModelFileError for
     one that is not of floating-point numbers, as in a checkpoint that is quantised already.
     """
-    roles = roles_of(tensor.name for tensor in tensors)
-    _refuse_transposed(tensors, roles)
-    matrices = {tensor.name: roles[tensor.name] for tensor in tensors if len(tensor.shape) in (2, 3)}
+    parts = parts_of(tensor.name for tensor in tensors)
+    _refuse_transposed(tensors, parts)
+    matrices = {tensor.name: parts[tensor.name] for tensor in tensors if len(tensor.shape) in (2, 3)}
     bits, items = bits_of(recipe, matrices), []
     for tensor in sorted(tensors, key=lambda one: _order(one.name)):
         form = None
@@ -87,13 +88,13 @@ def plan_items(tensors: Sequence[TensorInfo], recipe: Recipe, base: PackedConfig
                     f"quantise from a checkpoint that is not quantised yet"
                 )
             form = base.form(tensor.shape[-1], bits[tensor.name])
-        items.append(Item(tensor, roles[tensor.name], form))
+        items.append(Item(tensor, parts[tensor.name], form))
     return items
 
 
-def _refuse_transposed(tensors: Sequence[TensorInfo], roles: Mapping[str, Role]) -> None:
+def _refuse_transposed(tensors: Sequence[TensorInfo], parts: Mapping[str, Part]) -> None:
     """Raise UnsupportedModelError where experts multiply inputs from the other side, so that rows are not of inputs."""
-    shapes = {tensor.name: tensor.shape for tensor in tensors if roles[tensor.name] is Role.ROUTED_EXPERT}
+    shapes = {tensor.name: tensor.shape for tensor in tensors if parts[tensor.name].role is Role.ROUTED_EXPERT}
     for name, shape in shapes.items():
         down = shapes.get(name.replace("gate_up_proj", "down_proj"), ())
         if name.endswith("gate_up_proj") and len(down) == 3 and (shape[1], shape[2]) == (down[2], 2 * down[1]):
@@ -110,21 +111,43 @@ def _order(name: str) -> tuple[int, str]:
 
 
 def config_of(items: Sequence[Item], recipe: Recipe, base: PackedConfig) -> PackedConfig:
-    """What the checkpoint's configuration says of its packed tensors: their bits by role and layer.
+    """What the checkpoint's configuration says of its packed tensors: their bits by part and layer.
 
-    Raises ModelFileError where tensors of one role and layer have different bits: no reader could tell them apart.
+    Raises ModelFileError where tensors of one part and layer have different bits: no reader could tell them apart.
     """
-    found: dict[Role, dict[int | None, int]] = {}
+    found: dict[Part, dict[int | None, int]] = {}
     for item in items:
         bits = item.form.bits if item.form is not None else None
         if bits is None:
             continue
         layer = layer_number(item.source.name)
-        if found.setdefault(item.role, {}).setdefault(layer, bits) != bits:
+        if found.setdefault(item.part, {}).setdefault(layer, bits) != bits:
             raise ModelFileError(
-                f"{item.source.name}: {bits} bits, others of its role and layer {layer} have other ones"
+                f"{item.source.name}: {bits} bits, others of its part and layer {layer} have other ones"
             )
     return base.with_bits(recipe.name, found)
+
+
+def sizes_of(tensors: Sequence[TensorInfo], base: PackedConfig) -> tuple[dict[Place, dict[int, int]], int]:
+    """Bytes of each part in each layer at each of BITS, and of everything else in the files, headers included."""
+    sizes: dict[Place, dict[int, int]] = {}
+    kept, headers = 0, 0
+    for bits in formats.BITS:
+        items = plan_items(tensors, Recipe("", by_role(bits, bits, bits)), base)
+        kept = sum(item.nbytes for item in items if not _is_rounded(item))
+        headers = max(headers, sum(header_bytes(_entries(shard)) for shard in shards_of(items)))
+        for item in filter(_is_rounded, items):
+            at = sizes.setdefault((item.part, layer_number(item.source.name)), dict.fromkeys(formats.BITS, 0))
+            at[bits] += item.nbytes
+    return sizes, kept + headers
+
+
+def _is_rounded(item: Item) -> bool:
+    return item.part.role in ROUNDED and len(item.source.shape) in (2, 3)
+
+
+def _entries(items: Sequence[Item]) -> list[Entry]:
+    return [entry for item in items for entry in item.entries()]
 
 
 def shards_of(items: Sequence[Item]) -> list[list[Item]]:
@@ -169,7 +192,7 @@ def convert(
         if path.is_file():  # of the run that was stopped
             done += sum(item.source.nbytes for item in shard)
             continue
-        with ShardWriter(path, [entry for item in shard for entry in item.entries()]) as writer:
+        with ShardWriter(path, _entries(shard)) as writer:
             at = 0
             for item in shard:
                 at += len(item.entries())
@@ -198,7 +221,8 @@ def _prepare(out: Path, items: Sequence[Item], config: PackedConfig) -> None:
     source = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     tensors = [[item.source.name, item.source.dtype, list(item.source.shape)] for item in items]
     wanted = json.dumps({"files": source, "tensors": tensors, **config.as_dict()})
-    if out.is_dir() and any(out.iterdir()) and (not note.is_file() or note.read_text() != wanted):
+    held = {path.name for path in out.iterdir()} - {MEASURED} if out.is_dir() else set()
+    if held and (not note.is_file() or note.read_text() != wanted):
         raise ModelFileError(f"{out}: holds files that are not of this conversion; name another folder, or empty it")
     out.mkdir(parents=True, exist_ok=True)
     write_whole(note, wanted)
@@ -210,7 +234,7 @@ def _converted(item: Item, hessian_of: Callable[[str], Tensor | None]) -> tuple[
     with safe_open(source.file, "pt") as file:
         tensor = file.get_tensor(source.name)
     said: dict[str, Any] = {
-        "name": source.name, "role": item.role.value, "elements": source.elements, "nbytes": item.nbytes,
+        "name": source.name, "role": item.part.role.value, "elements": source.elements, "nbytes": item.nbytes,
     }  # fmt: skip
     if item.form is None:
         return [tensor], {**said, "bits": None, "relative_error": 0.0}

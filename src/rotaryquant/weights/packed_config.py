@@ -1,13 +1,15 @@
 """What the configuration of a packed checkpoint says: `quantization_config` in its config.json."""
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rotaryquant.errors import ConfigError, ModelFileError
 from rotaryquant.formats.weight import BITS, GRIDS, GROUPS, VERSION, WeightFormat, fit
-from rotaryquant.models.roles import SCALE, Role, layer_number, roles_of
+from rotaryquant.models.roles import SCALE, Part, layer_number, parts_of
 from rotaryquant.weights.headers import TensorInfo
 
 #: Name of the method, by which transformers finds its reader.
@@ -21,8 +23,8 @@ class PackedConfig:
     grid, group: of `formats.weight`; 8 bits are always uniform, in groups of 32. seed: of the signs with which inputs
     are rotated, or None for none. method: "rtn" or "gptq". text: fingerprint of what was read for the latter, or "";
     tokens: how many of it.
-    recipe: what chose the bits. bits: of each role by layer; under None those of a
-    tensor outside of all layers. Tensors of roles and layers that are not named stay as they were.
+    recipe: what chose the bits. bits: of each part by layer; under None those of a tensor outside of all layers.
+    Tensors of parts and layers that are not named stay as they were.
     """
 
     grid: str = "trellis"
@@ -32,7 +34,7 @@ class PackedConfig:
     text: str = ""
     tokens: int = 0
     recipe: str = ""
-    bits: Mapping[Role, Mapping[int | None, int]] = field(default_factory=dict, hash=False)
+    bits: Mapping[Part, Mapping[int | None, int]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name, valid in (("grid", GRIDS), ("group", GROUPS)):
@@ -43,26 +45,24 @@ class PackedConfig:
         """How rows of `width` are stored at so many bits, or None where they have no such form and stay as they are."""
         return fit(width, bits, self.grid, self.group, self.seed)
 
-    def form_of(self, role: Role, layer: int | None, width: int) -> WeightFormat | None:
-        """How a tensor of that role and layer is stored, or None where it is as it was."""
-        bits = self.bits.get(role, {}).get(layer)
+    def form_of(self, part: Part, layer: int | None, width: int) -> WeightFormat | None:
+        """How a tensor of that part and layer is stored, or None where it is as it was."""
+        bits = self.bits.get(part, {}).get(layer)
         return self.form(width, bits) if bits is not None else None
 
-    def with_bits(self, recipe: str, bits: Mapping[Role, Mapping[int | None, int]]) -> "PackedConfig":
+    def with_bits(self, recipe: str, bits: Mapping[Part, Mapping[int | None, int]]) -> "PackedConfig":
         """The same with what a recipe chose."""
         return dataclasses.replace(self, recipe=recipe, bits=bits)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for config.json."""
-        by_role = {
-            role.value: {
-                "" if layer is None else str(layer): bits for layer, bits in sorted(layers.items(), key=_first)
-            }
-            for role, layers in sorted(self.bits.items())
+        by_part = {
+            str(part): {"" if layer is None else str(layer): bits for layer, bits in sorted(layers.items(), key=_first)}
+            for part, layers in sorted(self.bits.items())
         }
         return {
             "format_version": VERSION, "grid": self.grid, "group": self.group, "seed": self.seed,
-            "method": self.method, "text": self.text, "tokens": self.tokens, "recipe": self.recipe, "bits": by_role,
+            "method": self.method, "text": self.text, "tokens": self.tokens, "recipe": self.recipe, "bits": by_part,
         }  # fmt: skip
 
     @classmethod
@@ -75,17 +75,29 @@ class PackedConfig:
             )
         try:
             bits = {
-                Role(role): {int(layer) if layer else None: int(each) for layer, each in layers.items()}
-                for role, layers in data["bits"].items()
+                Part.parse(part): {int(layer) if layer else None: int(each) for layer, each in layers.items()}
+                for part, layers in data["bits"].items()
             }
             seed = None if data["seed"] is None else int(data["seed"])
             method, text, recipe = (str(data[name]) for name in ("method", "text", "recipe"))
             made = cls(str(data["grid"]), int(data["group"]), seed, method, text, int(data["tokens"]), recipe, bits)
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
+        except KeyError as error:
+            raise ModelFileError(f"{where}: {error} is missing; quantise again") from error
+        except (ValueError, TypeError, AttributeError) as error:
             raise ModelFileError(f"{where}: {error}") from error
         if wrong := {each for layers in bits.values() for each in layers.values()} - set(BITS):
             raise ModelFileError(f"{where}: bits of {min(wrong)}; valid: {', '.join(map(str, BITS))}")
         return made
+
+
+def config_in(folder: Path) -> PackedConfig | None:
+    """What a checkpoint's config.json says of packed weights; None where they are not packed, or packed by others."""
+    try:
+        said = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{folder / 'config.json'}: {error}") from error
+    own = said.get("quantization_config") if isinstance(said, dict) else None
+    return PackedConfig.from_dict(own) if isinstance(own, dict) and own.get("quant_method") == METHOD else None
 
 
 def weights_of(tensors: Sequence[TensorInfo], config: PackedConfig | None) -> dict[str, tuple[int, int]]:
@@ -95,15 +107,15 @@ def weights_of(tensors: Sequence[TensorInfo], config: PackedConfig | None) -> di
     configuration says nothing of them, or the other way round.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
-    roles, found = roles_of(by_name), {}
+    parts, found = parts_of(by_name), {}
     for name, tensor in by_name.items():
         if name.endswith(SCALE) and name.removesuffix(SCALE) in by_name:
             continue
         scale = by_name.get(name + SCALE)
-        bits = config.bits.get(roles[name], {}).get(layer_number(name)) if config is not None else None
+        bits = config.bits.get(parts[name], {}).get(layer_number(name)) if config is not None else None
         if scale is not None and bits is None:
             raise ModelFileError(
-                f"tensor {name}: has scales, but config.json says nothing of packed tensors of its role"
+                f"tensor {name}: has scales, but config.json says nothing of packed tensors of its part"
             )
         packed = scale is not None and bits is not None
         elements = tensor.elements * 8 // bits if packed and bits else tensor.elements

@@ -117,6 +117,11 @@ class ShardWriter:
         self._state.unlink(missing_ok=True)
 
 
+def header_bytes(entries: Sequence[Entry]) -> int:
+    """Bytes of a file in front of its data."""
+    return len(_header(entries))
+
+
 def _header(entries: Sequence[Entry]) -> bytes:
     """The header of a file: its length, and JSON padded with blanks."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}

@@ -14,9 +14,9 @@ from transformers.integrations.moe import _default_apply_gate
 from rotaryquant.errors import UnsupportedModelError
 from rotaryquant.formats.weight import WeightFormat
 from rotaryquant.models.roles import SCALE
-from rotaryquant.ops.dequant_matmul import dequant_matmul, dequantize, rotate_inputs
+from rotaryquant.ops.dequant_matmul import dequant_matmul, dequantize
 from rotaryquant.ops.expert_matmul import Gate, expert_matmul
-from rotaryquant.ops.weights import PackedWeight, WeightCodec
+from rotaryquant.ops.weights import PackedWeight, WeightCodec, rotate_inputs
 
 
 @lru_cache(maxsize=256)
@@ -24,12 +24,13 @@ def _codec(form: WeightFormat, device: torch.device) -> WeightCodec:
     return WeightCodec.from_format(form, device)
 
 
-class _Packed(nn.Module):
+class PackedModule(nn.Module):
     """What packed modules share: adding a packed parameter, and reading it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self._forms: dict[str, WeightFormat] = {}
+        self._known: dict[str, PackedWeight] = {}  # as they were last read
         # a model takes the dtype of its first parameter that has one; in 16 bits scales keep their range
         self._scale_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
 
@@ -43,8 +44,17 @@ class _Packed(nn.Module):
 
     def packed(self, name: str) -> PackedWeight:
         """A parameter as the ops read it."""
-        codes, scales = getattr(self, name), getattr(self, name + SCALE)
-        return PackedWeight(_codec(self._forms[name], codes.device), codes, scales)
+        codes, scales = self._parameters[name], self._parameters[name + SCALE]
+        assert codes is not None
+        assert scales is not None
+        known = self._known.get(name)
+        if known is None or known.codes is not codes or known.scales is not scales or known.device != codes.device:
+            known = self._known[name] = PackedWeight(_codec(self._forms[name], codes.device), codes, scales)
+        return known
+
+    def has(self, name: str) -> bool:
+        """Whether a parameter of that name is packed."""
+        return name in self._forms
 
     def form(self, name: str) -> WeightFormat:
         """How a parameter is stored."""
@@ -55,7 +65,7 @@ class _Packed(nn.Module):
         return ", ".join(f"{name}: {form.width} at {form.bits} bits, {form.grid}" for name, form in self._forms.items())
 
 
-class PackedLinear(_Packed):
+class PackedLinear(PackedModule):
     """In the place of `nn.Linear`."""
 
     def __init__(self, source: nn.Linear, form: WeightFormat, dtype: torch.dtype) -> None:
@@ -72,11 +82,11 @@ class PackedLinear(_Packed):
 
     def forward(self, x: Tensor) -> Tensor:
         """Inputs [..., in_features] to [..., out_features], in x's dtype."""
-        y = dequant_matmul(x, self.packed("weight"), rotated=False)
+        y = dequant_matmul(x, self.packed("weight"))
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
-class PackedEmbedding(_Packed):
+class PackedEmbedding(PackedModule):
     """In the place of `nn.Embedding`, of Gemma's too, which multiplies its rows by a factor."""
 
     def __init__(self, source: nn.Embedding, form: WeightFormat, dtype: torch.dtype) -> None:
@@ -101,7 +111,7 @@ def _no_gate(*_: Tensor) -> Tensor:
     raise UnsupportedModelError("these experts are gated, but their class does not say how")
 
 
-class PackedExperts(_Packed):
+class PackedExperts(PackedModule):
     """In the place of a module of routed experts, gated or not. Only the experts that tokens go to are read."""
 
     _IN, _OUT = ("gate_up_proj", "up_proj"), "down_proj"

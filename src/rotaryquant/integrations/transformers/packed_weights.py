@@ -1,7 +1,8 @@
 """How transformers loads a checkpoint with packed weights: `AutoModelForCausalLM.from_pretrained(FOLDER)`.
 
 transformers finds the method by its name in config.json once this module is imported: as soon as both transformers and
-`rotaryquant` are (`rotaryquant._registration`).
+`rotaryquant` are (`rotaryquant._registration`). A checkpoint that is not packed is packed while it is loaded where a
+`RotaryQuantConfig` with a recipe is given for it.
 """
 
 from collections.abc import Mapping
@@ -9,16 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from rotaryquant.errors import ModelFileError
+from rotaryquant.errors import ConfigError, ModelFileError
 from rotaryquant.formats.weight import WeightFormat
-from rotaryquant.integrations.transformers.packed_modules import PackedEmbedding, PackedExperts, PackedLinear
-from rotaryquant.models.roles import SCALE, layer_number, roles_of
+from rotaryquant.integrations.transformers.packed_modules import (
+    PackedEmbedding,
+    PackedExperts,
+    PackedLinear,
+    PackedModule,
+)
+from rotaryquant.models.roles import SCALE, Part, layer_number, parts_of
 from rotaryquant.weights.packed_config import METHOD, PackedConfig
+from rotaryquant.weights.recipes import Recipe, bits_of, parse_recipe
+from rotaryquant.weights.rounding import round_matrix
 
 if TYPE_CHECKING:  # transformers imports this module while it imports its models
     from transformers import PreTrainedModel
@@ -26,11 +34,22 @@ if TYPE_CHECKING:  # transformers imports this module while it imports its model
 
 @register_quantization_config(METHOD)
 class RotaryQuantConfig(QuantizationConfigMixin):
-    """`quantization_config` as transformers carries it. packed: what it says."""
+    """`quantization_config` as transformers carries it: what config.json says of a packed checkpoint, or for one that
+    is to be packed while it is loaded `recipe`, and if wanted `grid`, `group` and `seed`, each weight to its nearest
+    level. packed: what it says; without bits until the tensors are known.
+    """
 
     def __init__(self, **fields: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
-        self.packed = PackedConfig.from_dict(fields)
+        own = {name: value for name, value in fields.items() if name != "quant_method"}
+        self.recipe: Recipe | None = None
+        if "bits" in own:
+            self.packed = PackedConfig.from_dict(own)
+            return
+        if unknown := sorted(set(own) - {"recipe", "grid", "group", "seed"}):
+            raise ConfigError(f"RotaryQuantConfig: {unknown[0]} is unknown; valid: recipe, grid, group, seed")
+        self.recipe = parse_recipe(own.pop("recipe", "role-4-2-8"))
+        self.packed = PackedConfig(**own)
 
     def to_dict(self) -> dict[str, Any]:
         """For config.json."""
@@ -51,9 +70,12 @@ class RotaryQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: "PreTrainedModel", **_: Any) -> None:
         assert isinstance(self.quantization_config, RotaryQuantConfig)
-        config = self.quantization_config.packed
         shapes = {name: tuple(own.shape) for name, own in model.named_parameters(remove_duplicate=False)}
-        forms = _forms(config, shapes, getattr(model, "all_tied_weights_keys", {}))
+        tied = getattr(model, "all_tied_weights_keys", {})
+        if (recipe := self.quantization_config.recipe) is not None:
+            own = {name: shape for name, shape in shapes.items() if name not in tied}
+            self.quantization_config.packed = _with_bits(self.quantization_config.packed, recipe, own)
+        forms = _forms(self.quantization_config.packed, shapes, tied)
         dtype = model.dtype  # asked for before there are scales, which have one of their own
         by_module: dict[str, dict[str, WeightFormat]] = {}
         for parameter, form in forms.items():
@@ -65,6 +87,16 @@ class RotaryQuantizer(HfQuantizer):
         for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
             if source in forms:
                 model.all_tied_weights_keys[target + SCALE] = source + SCALE
+
+    def param_needs_quantization(self, model: "PreTrainedModel", param_name: str, **_: Any) -> bool:
+        """Whether a tensor of a checkpoint that is not packed becomes codes."""
+        path, leaf = param_name.rpartition(".")[::2]
+        module = model.get_submodule(path)
+        return isinstance(module, PackedModule) and module.has(leaf)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """What makes codes of it."""
+        return _Rounding()
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: "PreTrainedModel") -> list[Any]:
         """Scales go where their codes go, also where a tensor is only renamed (Granite's experts)."""
@@ -102,23 +134,55 @@ class RotaryQuantizer(HfQuantizer):
         return True
 
 
+class _Rounding(ConversionOps):
+    """Matrices and stacks of them, each weight to its nearest level."""
+
+    def convert(  # type: ignore[override] # the loader passes everything by name
+        self, input_dict: dict[str, Any], *, model: "PreTrainedModel", **_: Any
+    ) -> dict[str, torch.Tensor]:
+        """Codes and scales by the parameters' names."""
+        made: dict[str, torch.Tensor] = {}
+        for name, value in input_dict.items():
+            path, leaf = name.rpartition(".")[::2]
+            module = model.get_submodule(path)
+            assert isinstance(module, PackedModule)
+            whole = value[0] if isinstance(value, list) else value
+            matrices = whole if whole.dim() == 3 else whole[None]
+            packed = [round_matrix(matrix, module.form(leaf)) for matrix in matrices]
+            codes, scales = torch.stack([one.codes for one in packed]), torch.stack([one.scales for one in packed])
+            made[name] = codes.view(*whole.shape[:-1], -1)
+            made[name + SCALE] = scales.view(*whole.shape[:-1], -1).to(getattr(module, leaf + SCALE).dtype)
+        return made
+
+
+def _with_bits(base: PackedConfig, recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> PackedConfig:
+    """What a recipe says of a model's parameters, those of them that have a packed form."""
+    parts = parts_of(shapes)
+    matrices = {name: part for name, part in parts.items() if len(shapes[name]) in (2, 3)}
+    bits: dict[Part, dict[int | None, int]] = {}
+    for name, own in bits_of(recipe, matrices).items():
+        if base.form(shapes[name][-1], own) is not None:
+            bits.setdefault(parts[name], {})[layer_number(name)] = own
+    return base.with_bits(recipe.name, bits)
+
+
 def _forms(
     config: PackedConfig, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]
 ) -> dict[str, WeightFormat]:
     """Formats of a model's parameters by name; those that stay as they were are left out."""
     found: dict[str, WeightFormat] = {}
-    roles = roles_of(shapes)
-    for name, role in roles.items():
+    parts = parts_of(shapes)
+    for name, part in parts.items():
         if (
             name not in tied
             and len(shapes[name]) in (2, 3)
-            and (form := config.form_of(role, layer_number(name), shapes[name][-1]))
+            and (form := config.form_of(part, layer_number(name), shapes[name][-1]))
         ):
             found[name] = form
     found |= {target: found[source] for target, source in tied.items() if source in found}
-    if missing := [role for role in config.bits if role not in roles.values()]:
+    if missing := [part for part in config.bits if part not in parts.values()]:
         raise ModelFileError(
-            f"config.json: quantization_config has bits of {missing[0].value!r}, but the model has no such tensor"
+            f"config.json: quantization_config has bits of '{missing[0]}', but the model has no such tensor"
         )
     return found
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <stdexcept>
 
 namespace rq {
@@ -296,6 +297,59 @@ Plan::Plan(const View& view, double scale, bool causal, int64_t window, double s
   if (sink_logits) {
     args.sink_logits = sink_logits->of_type("sink_logits", Dtype::f32).contiguous("sink_logits").at<const float>();
   }
+}
+
+Weights::Weights(const Array& codes, const Array& scales, const Array& levels, const OptionalArray& factors,
+                 int64_t rotated, int64_t bits, int64_t group)
+    : shape(), matrices(1), rotated(rotated) {
+  require(bits == 2 || bits == 3 || bits == 4 || bits == 8, "bits must be 2, 3, 4 or 8");
+  const int64_t dims = codes.shape.size();
+  require((dims == 2 || dims == 3) && codes.shape[dims - 1] * 8 % bits == 0, "codes must be [rows, width * bits / 8]");
+  const int64_t rows = codes.shape[dims - 2], width = codes.shape[dims - 1] * 8 / bits;
+  require(width > 0 && width % 8 == 0 && group > 0 && width % group == 0 && group % 8 == 0, "group is out of range");
+  if (dims == 3) matrices = codes.shape[0];
+  codes.of_type("codes", Dtype::u8).contiguous("codes");
+  require(scales.dtype == Dtype::bf16 || scales.dtype == Dtype::f32, "scales must be bf16 or fp32");
+  scales.of_shape("scales", dims == 3 ? Dims{matrices, rows, width / group} : Dims{rows, width / group});
+  scales.contiguous("scales");
+  shape.kind = bits;
+  shape.width = width;
+  shape.rows = rows;
+  shape.group = group;
+  shape.codes = codes.at<const uint8_t>();
+  shape.scales = scales.at<const void>();
+  shape.scale_dtype = scales.dtype;
+  levels.of_type("levels", Dtype::u8).contiguous("levels");
+  require(levels.shape.size() == 1, "levels must be a list");
+  if (bits < 8) {
+    const int64_t count = levels.shape[0], plain = int64_t(1) << bits;
+    const int64_t classes = bits == 3 ? kClasses<kTrellis + 3> : kClasses<kTrellis + 2>;
+    require(count == plain || count == classes * plain, "levels are those of no grid");
+    if (count != plain) {
+      require(width % 16 == 0 && group % 16 == 0, "a trellis has whole circles of 16 columns");
+      shape.kind = kTrellis + bits;
+    }
+    std::memcpy(shape.levels, levels.at<const uint8_t>(), static_cast<size_t>(count));
+    shape.lowest = *std::min_element(shape.levels, shape.levels + count);
+  } else {
+    shape.lowest = -128;
+  }
+  if (factors) {
+    factors_ = copy_floats(*factors, "factors", {width});
+    require(rotated >= 8 && (rotated & (rotated - 1)) == 0 && width % rotated == 0, "rotated is out of range");
+  }
+}
+
+WeightArgs Weights::part(int64_t matrix, int64_t begin, int64_t count) const {
+  require(matrix >= 0 && matrix < matrices, "matrix is out of range");
+  require(begin >= 0 && count >= 0 && begin <= shape.rows - count, "rows are out of range");
+  WeightArgs args = shape;
+  const int64_t row = matrix * shape.rows + begin, bits = shape.kind % kTrellis;
+  const int64_t scale_bytes = shape.scale_dtype == Dtype::f32 ? 4 : 2;
+  args.rows = count;
+  args.codes += row * shape.width * bits / 8;
+  args.scales = static_cast<const uint8_t*>(shape.scales) + row * (shape.width / shape.group) * scale_bytes;
+  return args;
 }
 
 }  // namespace rq

@@ -110,6 +110,23 @@ struct Plan {
   OptionalArray sink_logits;
 };
 
+// A packed matrix or a stack of them (ops/weights.py, PackedWeight), as it stays from one call to the next.
+struct Weights {
+  // Points into codes and scales. codes: [rows, width * bits / 8] or [matrices, ...]; scales with as many rows.
+  Weights(const Array& codes, const Array& scales, const Array& levels, const OptionalArray& factors, int64_t rotated,
+          int64_t bits, int64_t group);
+
+  // Rows begin .. begin + count of one matrix.
+  WeightArgs part(int64_t matrix, int64_t begin, int64_t count) const;
+  const float* factors() const { return factors_.empty() ? nullptr : factors_.data(); }
+
+  WeightArgs shape;  // without inputs and outputs; its rows are those of a matrix
+  int64_t matrices, rotated;
+
+ private:
+  std::vector<float> factors_;
+};
+
 [[noreturn]] void refuse(const std::string& message);
 void require(bool ok, const char* message);
 void require_floats(const char* name, const Array& x);

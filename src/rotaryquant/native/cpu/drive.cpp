@@ -31,6 +31,13 @@ void run_row_chunks(int64_t rows, int64_t width, int threads, const std::functio
   });
 }
 
+void widen(const uint16_t* __restrict brain, int64_t count, float* __restrict out) {
+  for (int64_t i = 0; i < count; i++) {
+    const uint32_t bits = uint32_t{brain[i]} << 16;
+    std::memcpy(out + i, &bits, sizeof bits);
+  }
+}
+
 // out (+)= x * factor; a factor of zero adds nothing, whatever x is.
 void add_scaled(const float* __restrict x, float factor, int64_t width, bool first, float* __restrict out) {
   if (factor == 0) {
@@ -183,8 +190,35 @@ void run_circles(const CirclesArgs& args, int64_t circles, int threads) {
   run_row_chunks(circles, work, threads, [&](int64_t first, int64_t count) { kernel.circles(args, first, count); });
 }
 
-void run_weight(const WeightArgs& args, int threads) {
+void run_weight(WeightArgs args, const WeightInputs* inputs, int threads) {
   const Kernels& kernel = rq::kernels();
+  thread_local std::vector<float> memory;
+  if (inputs) {
+    const int terms = kernel.weight_terms(args);
+    const int64_t groups = args.width / args.group, integers = terms * args.width;
+    args.x_row = divide_up(args.width, 16) * 16;
+    const size_t needed = static_cast<size_t>(args.tokens * (args.x_row + 2 * groups + divide_up(integers, 4)));
+    if (memory.size() < needed) memory.resize(needed);
+    float *x = memory.data(), *steps = x + args.tokens * args.x_row, *sums = steps + args.tokens * groups;
+    int8_t* small = reinterpret_cast<int8_t*>(sums + args.tokens * groups);
+    for (int64_t t = 0; t < args.tokens; t++) {
+      float* row = x + t * args.x_row;
+      if (inputs->dtype == Dtype::bf16) {
+        widen(static_cast<const uint16_t*>(inputs->x) + t * args.width, args.width, row);
+      } else {
+        std::copy_n(static_cast<const float*>(inputs->x) + t * args.width, args.width, row);
+      }
+      std::fill(row + args.width, row + args.x_row, 0.0f);
+      if (inputs->factors) kernel.rotate_inputs(row, args.width, args.x_row, inputs->factors, inputs->rotated);
+      if (terms == 0) continue;
+      kernel.round_inputs(row, args.width, args.group, terms, small + t * integers, steps + t * groups,
+                          sums + t * groups);
+    }
+    args.x = x;
+    args.small = terms > 0 ? small : nullptr;
+    args.steps = steps;
+    args.sums = sums;
+  }
   run_row_chunks(args.rows, args.width * std::max<int64_t>(args.tokens, 1), threads,
                  [&](int64_t first, int64_t count) { kernel.weight_rows(args, first, count); });
 }
@@ -267,13 +301,6 @@ void rotate_heads(const AttentionArgs& args, const Rotation& rotation, const flo
   rotate.x.head_stride = rows * rotation.width;
   rotate.x.batch_stride = args.kv_heads * rows * rotation.width;
   run_rotate(rotate, threads);
-}
-
-void widen(const uint16_t* __restrict brain, int64_t count, float* __restrict out) {
-  for (int64_t i = 0; i < count; i++) {
-    const uint32_t bits = uint32_t{brain[i]} << 16;
-    std::memcpy(out + i, &bits, sizeof bits);
-  }
 }
 
 // To nearest, ties to even; NaN stays NaN.

@@ -18,7 +18,8 @@ void run_stage(const StageArgs& args, int threads);
 void run_rotate(const RotateArgs& args, int threads);
 void run_quantize(const QuantizeArgs& args, int64_t rows, int threads);
 void run_circles(const CirclesArgs& args, int64_t circles, int threads);
-void run_weight(const WeightArgs& args, int threads);
+// Without inputs: rows to fp32. With them `args` has everything but what is made of them.
+void run_weight(WeightArgs args, const WeightInputs* inputs, int threads);
 void run_repack(const RepackArgs& args, int64_t blocks, int threads);
 
 // batch * heads + head of the first row that was not finite (inputs before scales within a batch row), or -1.

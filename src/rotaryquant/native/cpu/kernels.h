@@ -111,10 +111,25 @@ struct WeightArgs {
   const uint8_t* codes;              // [rows, width * bits / 8]
   const void* scales;                // [rows, width / group], bf16 or fp32
   Dtype scale_dtype;
+  int8_t lowest;                     // of all levels
   alignas(64) int8_t levels[64];     // of a trellis for each class before; not for 8 bits, where a level is code - 128
   const float* x;                    // [tokens, x_row], zeros behind the width up to whole vectors of any kind
   int64_t tokens, x_row;
   float* out;                        // [tokens, rows]
+  // Inputs as integers for rows that meet them so (`weight_terms`), else null: [tokens, terms, width], the second term
+  // in steps of a 254th; the step of each group and the sum of its integers in steps, [tokens, width / group].
+  const int8_t* small;
+  const float* steps;
+  const float* sums;
+};
+
+// Inputs as they come: [tokens, width], of fp32 or bf16. factors: [width], signs over the root of `rotated`, the
+// columns that a Hadamard matrix mixes, a power of two from 8 on; null: inputs are taken as they are.
+struct WeightInputs {
+  const void* x;
+  Dtype dtype;
+  const float* factors;
+  int64_t rotated;
 };
 
 // Blocks of `rows` rows each. A unit is one strip, whole or not.
@@ -206,6 +221,10 @@ struct Kernels {
   void (*quantize)(const QuantizeArgs&, int64_t first, int64_t count, char* scratch);
   void (*circles)(const CirclesArgs&, int64_t first, int64_t count);
   void (*weight_rows)(const WeightArgs&, int64_t first, int64_t count);
+  int (*weight_terms)(const WeightArgs&);
+  void (*rotate_inputs)(float* x, int64_t width, int64_t padded, const float* factors, int64_t rotated);
+  void (*round_inputs)(const float* x, int64_t width, int64_t group, int terms, int8_t* small, float* steps,
+                       float* sums);
   void (*repack)(const RepackArgs&, int64_t first, int64_t count);
   Met (*append)(const AppendArgs&, const AppendUnit&, char* scratch);
   void (*attention)(const AttentionArgs&, const AttentionUnit&, const AttentionPart&, char* scratch);

@@ -66,43 +66,24 @@ void py_circles(const Array& x, const Array& levels, const Array& codes, int64_t
   run_circles({bits, levels.at<const int32_t>(), x.at<const int32_t>(), codes.at<uint8_t>()}, circles, threads);
 }
 
-void py_weight(const Array& codes, const Array& scales, const Array& levels, std::optional<Array> x, const Array& out,
-               int64_t bits, int64_t group, int threads) {
-  require(bits == 2 || bits == 3 || bits == 4 || bits == 8, "bits must be 2, 3, 4 or 8");
-  require(codes.shape.size() == 2 && codes.shape[1] * 8 % bits == 0, "codes must be [rows, width * bits / 8]");
-  const int64_t rows = codes.shape[0], width = codes.shape[1] * 8 / bits;
-  require(width > 0 && width % 8 == 0 && group > 0 && width % group == 0 && group % 8 == 0, "group is out of range");
-  codes.of_type("codes", Dtype::u8).contiguous("codes");
-  require(scales.dtype == Dtype::bf16 || scales.dtype == Dtype::f32, "scales must be bf16 or fp32");
-  scales.of_shape("scales", {rows, width / group}).contiguous("scales");
-  WeightArgs args = {bits, width, rows, group, codes.at<const uint8_t>(), scales.at<const void>(), scales.dtype,
-                     {}, nullptr, 0, 0, out.at<float>()};
-  levels.of_type("levels", Dtype::u8).contiguous("levels");
-  require(levels.shape.size() == 1, "levels must be a list");
-  const int64_t count = levels.shape[0], plain = int64_t(1) << bits;
-  if (bits < 8) {
-    const int64_t classes = bits == 3 ? kClasses<kTrellis + 3> : kClasses<kTrellis + 2>;
-    require(count == plain || count == classes * plain, "levels are those of no grid");
-    if (count != plain) {
-      require(width % 16 == 0 && group % 16 == 0, "a trellis has whole circles of 16 columns");
-      args.kind = kTrellis + bits;
-    }
-    std::memcpy(args.levels, levels.at<const uint8_t>(), static_cast<size_t>(count));
-  }
+// Rows of a matrix times inputs, all of them; without inputs as many rows as `out` has, from `begin` on, as fp32.
+void py_weight(const Weights& weight, const OptionalArray& x, const Array& out, int64_t matrix, int64_t begin,
+               int threads) {
   out.of_type("out", Dtype::f32).contiguous("out");
-  if (x) {
-    require(x->shape.size() == 2 && x->shape[1] % 16 == 0 && x->shape[1] >= width && x->shape[1] < width + 16,
-            "x must be [tokens, width rounded up to 16]");
-    x->of_type("x", Dtype::f32).contiguous("x");
-    out.of_shape("out", {x->shape[0], rows});
-    args.x = x->at<const float>();
-    args.tokens = x->shape[0];
-    args.x_row = x->shape[1];
-    if (args.tokens == 0) return;
-  } else {
-    out.of_shape("out", {rows, width});
+  require(out.shape.size() == 2, "out must have two dimensions");
+  WeightArgs args = weight.part(matrix, begin, x ? weight.shape.rows : out.shape[0]);
+  args.out = out.at<float>();
+  if (!x) {
+    out.of_shape("out", {args.rows, args.width});
+    return run_weight(args, nullptr, threads);
   }
-  run_weight(args, threads);
+  require(x->shape.size() == 2, "x must be [tokens, width]");
+  args.tokens = x->shape[0];
+  x->of_shape("x", {args.tokens, args.width}).contiguous("x");
+  require(x->dtype == Dtype::f32 || x->dtype == Dtype::bf16, "x must be fp32 or bf16");
+  out.of_shape("out", {args.tokens, args.rows});
+  const WeightInputs inputs = {x->at<const void>(), x->dtype, weight.factors(), weight.rotated};
+  if (args.tokens > 0) run_weight(args, &inputs, threads);
 }
 
 Step step_named(const std::string& name) {
@@ -288,6 +269,9 @@ NB_MODULE(_native, m) {
   nb::class_<Slabs>(m, "Stream").def(
       nb::init<const Codec&, int64_t, const std::vector<Array>&, const std::vector<Array>&>(), "codec"_a,
       "blocks_per_slab"_a, "codes"_a, "scales"_a);
+  nb::class_<Weights>(m, "Weight").def(
+      nb::init<const Array&, const Array&, const Array&, const OptionalArray&, int64_t, int64_t, int64_t>(), "codes"_a,
+      "scales"_a, "levels"_a, "factors"_a.none(), "rotated"_a, "bits"_a, "group"_a);
   nb::class_<View>(m, "View").def(
       nb::init<const Slabs&, const Slabs&, const Rotations&, const Rotations&, const Array&, const Array&, const Array&,
                int64_t, const OptionalArray&, const OptionalArray&, const OptionalArray&, const OptionalArray&>(),
@@ -302,8 +286,7 @@ NB_MODULE(_native, m) {
   m.def("rotate", &py_rotate, "x"_a, "out"_a, "rotation"_a, "inverse"_a, "threads"_a, Release());
   m.def("quantize", &py_quantize, "y"_a, "codec"_a, "codes"_a, "scales"_a, "threads"_a, Release());
   m.def("circles", &py_circles, "x"_a, "levels"_a, "codes"_a, "bits"_a, "threads"_a, Release());
-  m.def("weight", &py_weight, "codes"_a, "scales"_a, "levels"_a, "x"_a.none(), "out"_a, "bits"_a, "group"_a,
-        "threads"_a, Release());
+  m.def("weight", &py_weight, "weight"_a, "x"_a.none(), "out"_a, "matrix"_a, "begin"_a, "threads"_a, Release());
   m.def("repack", &py_repack, "step"_a, "rows"_a, "out"_a, "bits"_a, "width"_a, "layout"_a, "threads"_a,
         Release());
   m.def("append", &py_append, "x"_a, "rotation"_a, "stream"_a, "block_table"_a, "src_begin"_a, "counts"_a,

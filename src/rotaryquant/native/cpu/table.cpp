@@ -8,8 +8,9 @@ namespace rq {
 namespace RQ_ISA {
 
 const Kernels& kernels() {
-  static const Kernels table = {RQ_TEXT(RQ_ISA), row_scratch, attention_scratch, rotate,   quantize, circles, weight_rows,
-                                repack,          append,      attention,         roof_stream, roof_dot};
+  static const Kernels table = {RQ_TEXT(RQ_ISA), row_scratch,   attention_scratch, rotate, quantize, circles,   weight_rows,
+                                weight_terms,    rotate_inputs, round_inputs,      repack, append,   attention, roof_stream,
+                                roof_dot};
   return table;
 }
 

@@ -12,9 +12,9 @@ import triton.language as tl
 
 CIRCLE = 16  # columns of a trellis that are decoded together (formats.codebook.CYCLE)
 
-#: Ways to look levels up. split16: two tables of eight whose answers are added by the product (`split_table`).
-#: shuffle: the 32 threads of a warp hold the table, four levels each, and ask one another; for trellises of 4 bits.
-ROUTES = ("split16", "merge16", "table64", "shuffle", "table8", "bytes")
+#: Words of the table of each way to look levels up. split16: two tables of eight whose answers are added by the product
+#: (`_split_table`). shuffle: the 32 threads of a warp hold the table, four levels each, and ask one another.
+_TABLES = {"split16": 4, "table64": 16, "shuffle": 1, "table8": 2, "bytes": 0}
 
 #: Copies of a table, one a thread: of one copy the compiler knows that it is the same for all threads, and keeps it in
 #: registers of which a lookup can read but one.
@@ -23,13 +23,15 @@ COPIES = 32
 _SPREAD = ((0xFFF, 0xFFF000, 4), (0x003F003F, 0x0FC00FC0, 2), (0x07070707, 0x38383838, 1))
 
 
-def route_of(bits: int, classes: int) -> str:
-    """How levels of codes of so many bits are looked up, where the tokens are few."""
+def route_of(bits: int, classes: int, tiles: bool) -> str:
+    """How levels of codes of so many bits are looked up. tiles: on the way to the tensor cores."""
     if bits == 8:
         return "bytes"
     if bits == 2 or (bits == 4 and classes == 1):
         return "split16"
-    return "table64" if classes > 1 else "table8"
+    if classes == 1:
+        return "table8"
+    return "shuffle" if bits == 4 and tiles else "table64"
 
 
 def unit_of(bits: int, classes: int) -> int:
@@ -78,27 +80,16 @@ def _split_table(levels: list[int]) -> list[int]:
     return low + high
 
 
-def _sixteen(source: str, tag: str, outs: list[str], merge: bool) -> list[str]:
-    """Levels of the eight nibbles of a word, of 16 levels each. outs: one name a half, or two where they are split."""
+def _sixteen(source: str, tag: str, outs: list[str]) -> list[str]:
+    """Levels of the eight nibbles of a word, of 16 levels each. outs: two names a half, since they are split."""
     lines = [f"xor.b32 n{tag}, {source}, 0x88888888;"]
-    if merge:
-        lines = [
-            f"and.b32 n{tag}, {source}, 0x77777777;",
-            f"shr.u32 m{tag}, {source}, 1;",
-            f"lop3.b32 m{tag}, m{tag}, 0x44444444, 0x32103210, 0xEA;",
-        ]
     for half in range(2):
-        low, high = (f"n{tag}", f"n{tag}") if merge else (source, f"n{tag}")
+        low = source
         if half:
-            if merge:
-                lines += [f"shr.u32 n{tag}, n{tag}, 16;", f"shr.u32 m{tag}, m{tag}, 16;"]
-            else:
-                lines += [f"shr.u32 s{tag}, {source}, 16;", f"shr.u32 n{tag}, n{tag}, 16;"]
-                low = f"s{tag}"
-        a, b = ("a", "b") if merge else outs[2 * half : 2 * half + 2]
-        lines += [f"prmt.b32 {a}, t0, t1, {low};", f"prmt.b32 {b}, t2, t3, {high};"]
-        if merge:
-            lines.append(f"prmt.b32 {outs[half]}, a, b, m{tag};")
+            lines += [f"shr.u32 s{tag}, {source}, 16;", f"shr.u32 n{tag}, n{tag}, 16;"]
+            low = f"s{tag}"
+        a, b = outs[2 * half : 2 * half + 2]
+        lines += [f"prmt.b32 {a}, t0, t1, {low};", f"prmt.b32 {b}, t2, t3, n{tag};"]
     return lines
 
 
@@ -135,7 +126,7 @@ def _spread(source: str, into: str) -> list[str]:
 
 def tables_of(route: str) -> int:
     """Words of a route's table."""
-    return {"split16": 4, "merge16": 4, "table64": 16, "shuffle": 1, "table8": 2, "bytes": 0}[route]
+    return _TABLES[route]
 
 
 def ptx_of(bits: int, classes: int, route: str) -> tuple[str, str, int]:
@@ -196,10 +187,10 @@ def _decoder(bits: int, classes: int, route: str, unit: list[str], table: list[s
         lines = [f"xor.b32 o0, {unit[0]}, 0x80808080;"]
     elif bits == 2:  # even columns: what lies before the first is the circle's last
         lines += [f"mov.b32 w1, {unit[0]};", "shf.l.wrap.b32 w0, w1, w1, 2;"]
-        lines += _sixteen("w0", "0", outs[:half], route == "merge16")
-        lines += _sixteen("w1", "1", outs[half:], route == "merge16")
+        lines += _sixteen("w0", "0", outs[:half])
+        lines += _sixteen("w1", "1", outs[half:])
     elif bits == 4 and classes == 1:
-        lines += [f"mov.b32 w0, {unit[0]};", *_sixteen("w0", "0", outs, route == "merge16")]
+        lines += [f"mov.b32 w0, {unit[0]};", *_sixteen("w0", "0", outs)]
     elif route == "shuffle":
         lines += [f"mov.b64 {{w0, w1}}, {unit[0]};", *_shuffled("w0", "w1", outs)]
     elif bits == 4:

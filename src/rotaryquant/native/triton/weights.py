@@ -32,7 +32,7 @@ def _activated(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 @triton.jit  # type: ignore[untyped-decorator]
 def prepare(
     x_ptr: tl.tensor,
-    signs_ptr: tl.tensor,
+    factors_ptr: tl.tensor,
     words_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     width: tl.tensor,
@@ -50,6 +50,7 @@ def prepare(
 
     x: rows of `width` values, or of twice as many where GATE names an activation: then activation(first half) · second.
     ROTATED_A · ROTATED_B: columns that are rotated together, 1 for none; the matrix is the product of two small ones.
+    factors: WeightCodec.input_factors.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
@@ -58,10 +59,10 @@ def prepare(
         x = _activated(x, GATE) * tl.load(x_ptr + row * row_stride + width + column).to(tl.float32)
     ROTATED: tl.constexpr = ROTATED_A * ROTATED_B
     if ROTATED > 1:
-        y = (x * tl.load(signs_ptr + column)).reshape(CHUNK // ROTATED, ROTATED_A, ROTATED_B)
+        y = (x * tl.load(factors_ptr + column)).reshape(CHUNK // ROTATED, ROTATED_A, ROTATED_B)
         y = tl.sum(y[:, :, :, None] * _hadamard(ROTATED_B)[None, None, :, :], axis=2)
         y = tl.sum(y[:, :, None, :] * _hadamard(ROTATED_A)[None, :, :, None], axis=1)
-        x = y.reshape(CHUNK) * (1.0 / ROTATED**0.5)
+        x = y.reshape(CHUNK)
     GROUPS: tl.constexpr = CHUNK // GROUP
     MOST: tl.constexpr = 127.0 * 256 ** (DIGITS - 1)
     x = x.reshape(GROUPS, GROUP)

@@ -1,12 +1,11 @@
-"""A few rows at a time as fp32 close to the processor; for many tokens, rows by the megabyte for torch's product."""
+"""For a few tokens levels meet inputs as they leave the table; for many, rows by the megabyte for torch's product."""
 
 import torch
 from torch import Tensor
 
 from rotaryquant.ops import native
-from rotaryquant.ops.dequant_matmul import rotate_inputs
 from rotaryquant.ops.native import missing as missing
-from rotaryquant.ops.weights import PackedWeight
+from rotaryquant.ops.weights import PackedWeight, rotate_inputs
 
 #: From so many tokens on torch's product of unpacked rows is faster.
 _MANY = 24
@@ -14,7 +13,7 @@ _MANY = 24
 _UNPACKED = 1 << 22
 
 
-def unsupported(x: Tensor, weight: PackedWeight, rotated: bool) -> str | None:
+def unsupported(x: Tensor, weight: PackedWeight) -> str | None:
     """Why the native kernel cannot take this call, or None."""
     if reason := native.not_on_cpu(x=x, codes=weight.codes, scales=weight.scales):
         return reason
@@ -22,40 +21,31 @@ def unsupported(x: Tensor, weight: PackedWeight, rotated: bool) -> str | None:
         return f"scales are {weight.scales.dtype}, this kernel reads bf16 and fp32"
     if weight.codec.format.group % 8:
         return f"group={weight.codec.format.group}: this kernel takes multiples of 8"
+    if not (weight.codes.is_contiguous() and weight.scales.is_contiguous()):
+        return "codes or scales are not contiguous"
     return None
 
 
-def run(x: Tensor, weight: PackedWeight, rotated: bool) -> Tensor:
+def run(x: Tensor, weight: PackedWeight) -> Tensor:
     """[..., rows] in x's dtype."""
     rows, width = weight.shape
-    given = x if rotated else rotate_inputs(x, weight.codec.format)
-    tokens = given.reshape(-1, width).float()
+    return multiply(x.reshape(-1, width), weight, 0).view(*x.shape[:-1], rows).to(x.dtype)
+
+
+def multiply(tokens: Tensor, weight: PackedWeight, index: int) -> Tensor:
+    """fp32 [tokens, rows] of tokens [tokens, width] and a matrix of a stack, by its index; of one matrix that is 0."""
+    rows, width = weight.shape[-2:]
+    packed, native_product, threads = native.weight(weight), native.module().weight, torch.get_num_threads()
+    out = torch.empty(len(tokens), rows)
     if len(tokens) < _MANY:
-        if width % 16:
-            tokens = torch.nn.functional.pad(tokens, (0, -width % 16))
-        out = torch.empty(len(tokens), rows)
-        _call(weight, weight.codes, weight.scales, tokens.contiguous(), out)
+        if tokens.dtype not in (torch.float32, torch.bfloat16):
+            tokens = tokens.float()
+        native_product(packed, tokens.contiguous(), out, index, 0, threads)
     else:
-        out = torch.empty(len(tokens), rows)
+        tokens = rotate_inputs(tokens, weight.codec.format).float()
         step = max(1, _UNPACKED // width)
         for begin in range(0, rows, step):
-            end = min(begin + step, rows)
-            unpacked = torch.empty(end - begin, width)
-            _call(weight, weight.codes[begin:end], weight.scales[begin:end], None, unpacked)
-            torch.mm(tokens, unpacked.T, out=out[:, begin:end])
-    return out.view(*x.shape[:-1], rows).to(x.dtype)
-
-
-def _call(weight: PackedWeight, codes: Tensor, scales: Tensor, x: Tensor | None, out: Tensor) -> None:
-    """Rows of a weight: their products with x, or where there is none the rows themselves."""
-    form = weight.codec.format
-    native.module().weight(
-        codes=codes.contiguous(),
-        scales=scales.contiguous(),
-        levels=weight.codec.small_levels,
-        x=x,
-        out=out,
-        bits=form.bits,
-        group=form.group,
-        threads=torch.get_num_threads(),
-    )
+            unpacked = torch.empty(min(step, rows - begin), width)
+            native_product(packed, None, unpacked, index, begin, threads)
+            torch.mm(tokens, unpacked.T, out=out[:, begin : begin + step])
+    return out

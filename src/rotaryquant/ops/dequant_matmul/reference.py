@@ -3,12 +3,11 @@
 from torch import Tensor
 
 from rotaryquant.formats.codebook import CYCLE
-from rotaryquant.ops.dequant_matmul import rotate_inputs
 from rotaryquant.ops.pack import unpack
-from rotaryquant.ops.weights import PackedWeight
+from rotaryquant.ops.weights import PackedWeight, rotate_inputs, round_inputs
 
 
-def unsupported(x: Tensor, weight: PackedWeight, rotated: bool) -> str | None:
+def unsupported(x: Tensor, weight: PackedWeight) -> str | None:
     """Takes every call."""
     return None
 
@@ -26,7 +25,9 @@ def dequantize(weight: PackedWeight) -> Tensor:
     return values.flatten(-2)
 
 
-def run(x: Tensor, weight: PackedWeight, rotated: bool) -> Tensor:
-    """[..., rows] in x's dtype."""
-    given = x if rotated else rotate_inputs(x, weight.codec.format)
-    return (given.float() @ dequantize(weight).mT).to(x.dtype)
+def run(x: Tensor, weight: PackedWeight, rounded: bool = False) -> Tensor:
+    """[..., rows] in x's dtype. rounded: with inputs in integers, as some kernels take them."""
+    inputs = rotate_inputs(x, weight.codec.format).float()
+    if rounded:
+        inputs = round_inputs(inputs, weight.codec.format)
+    return (inputs @ dequantize(weight).mT).to(x.dtype)

@@ -4,10 +4,8 @@ import torch
 from torch import Tensor
 
 from rotaryquant.ops import triton_weights as programs
-from rotaryquant.ops.dequant_matmul import rotate_inputs
-from rotaryquant.ops.triton_weights import Tile
 from rotaryquant.ops.triton_weights import missing as missing
-from rotaryquant.ops.weights import PackedWeight
+from rotaryquant.ops.weights import PackedWeight, rotate_inputs
 
 #: From so many tokens on torch's product of unpacked rows is taken.
 MANY = 9
@@ -16,40 +14,41 @@ MANY = 9
 UNPACKED = 1 << 23
 
 
-def unsupported(x: Tensor, weight: PackedWeight, rotated: bool) -> str | None:
+def unsupported(x: Tensor, weight: PackedWeight) -> str | None:
     """Why this kernel cannot take the call, or None."""
     return programs.unsupported(x, weight)
 
 
-def run(x: Tensor, weight: PackedWeight, rotated: bool) -> Tensor:
+def run(x: Tensor, weight: PackedWeight) -> Tensor:
     """[..., rows] in x's dtype. Inputs of 16 bits become integers of as many, others of 24."""
     rows, width = weight.shape
     tokens = x.reshape(-1, width)
     out = torch.empty(len(tokens), rows, dtype=x.dtype, device=x.device)
     if len(tokens) < MANY and programs.decodable(weight.codec.format):
-        few(tokens, weight, out, rotated)
+        _few(tokens, weight, out)
     else:
-        many(tokens, weight, out, rotated)
+        _many(tokens, weight, out)
     return out.view(*x.shape[:-1], rows)
 
 
-def few(tokens: Tensor, weight: PackedWeight, out: Tensor, rotated: bool, tile: Tile | None = None) -> None:
-    """Products of up to MANY tokens into out [tokens, rows]."""
-    if not len(tokens):
+def _few(tokens: Tensor, weight: PackedWeight, out: Tensor) -> None:
+    """Products of fewer than MANY tokens into out [tokens, rows]."""
+    if not out.numel():
         return
-    form, digits = weight.codec.format, 3 if tokens.dtype == torch.float32 else 2
-    inputs = programs.prepare(tokens, form, rotated=rotated, digits=digits)
-    for begin in range(0, len(tokens), programs.TILE_TOKENS):
-        part = slice(begin, begin + programs.TILE_TOKENS)
-        some = programs.Inputs(inputs.words[part], inputs.scales[part], digits)
-        programs.multiply(some, weight, out[part], tile or programs.tile_of(form, digits, len(some.words)))
+    digits = programs.digits_of(tokens)
+    inputs = programs.prepare(tokens, weight, digits=digits)
+    tile = programs.tile_of(weight, digits, len(tokens))
+    together = programs.TILE_TOKENS if tile.tiles else MANY
+    for begin in range(0, len(tokens), together):
+        part = slice(begin, begin + together)
+        programs.multiply(programs.Inputs(inputs.words[part], inputs.scales[part], digits), weight, out[part], tile)
 
 
-def many(tokens: Tensor, weight: PackedWeight, out: Tensor, rotated: bool) -> None:
+def _many(tokens: Tensor, weight: PackedWeight, out: Tensor) -> None:
     """Products of any number of tokens into out [tokens, rows], in the tokens' dtype with sums in fp32."""
     rows, width = weight.shape
-    x = (tokens if rotated else rotate_inputs(tokens, weight.codec.format)).to(out.dtype)
-    step = min(rows, max(1, UNPACKED // width))
+    x = rotate_inputs(tokens, weight.codec.format).to(out.dtype)
+    step = max(1, min(rows, UNPACKED // width))
     unpacked = torch.empty(step, width, dtype=out.dtype, device=out.device)
     for begin in range(0, rows, step):
         end = min(begin + step, rows)

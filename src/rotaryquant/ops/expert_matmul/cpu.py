@@ -5,7 +5,6 @@ from torch import Tensor
 
 from rotaryquant.ops import native
 from rotaryquant.ops.dequant_matmul import cpu as products
-from rotaryquant.ops.dequant_matmul import rotate_inputs
 from rotaryquant.ops.expert_matmul import Gate
 from rotaryquant.ops.native import missing as missing
 from rotaryquant.ops.weights import PackedWeight
@@ -17,18 +16,17 @@ def unsupported(
     """Why the native kernel cannot take this call, or None."""
     if reason := native.not_on_cpu(experts=experts, weights=weights):
         return reason
-    return products.unsupported(x, first, True) or products.unsupported(x, second, True)
+    return products.unsupported(x, first) or products.unsupported(x, second)
 
 
 def run(x: Tensor, experts: Tensor, weights: Tensor, first: PackedWeight, second: PackedWeight, gate: Gate) -> Tensor:
     """[tokens, rows of second] in x's dtype."""
     out = torch.zeros(len(x), second.shape[-2], dtype=torch.float32)
-    rotated = rotate_inputs(x, first.codec.format)
     for expert in torch.unique(experts).tolist():
         if not 0 <= expert < len(first.codes):  # elsewhere
             continue
         token, place = torch.where(experts == expert)
-        inner = gate.apply(products.run(rotated[token], first[expert], True).to(x.dtype))
-        down = products.run(rotate_inputs(inner, second.codec.format), second[expert], True)
-        out.index_add_(0, token, down.float() * weights[token, place, None].float())
+        inner = gate.apply(products.multiply(x[token], first, expert).to(x.dtype))
+        down = products.multiply(inner, second, expert)
+        out.index_add_(0, token, down * weights[token, place, None].float())
     return out.to(x.dtype)

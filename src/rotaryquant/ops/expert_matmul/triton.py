@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from rotaryquant.ops import triton_weights as programs
-from rotaryquant.ops.dequant_matmul import rotate_inputs
 from rotaryquant.ops.expert_matmul import Gate
-from rotaryquant.ops.triton_weights import Tile
 from rotaryquant.ops.triton_weights import missing as missing
-from rotaryquant.ops.weights import PackedWeight
+from rotaryquant.ops.weights import PackedWeight, rotate_inputs
 
 #: Entries (tokens times experts of each) that are multiplied as codes are decoded.
 MOST = 1024
@@ -37,24 +35,15 @@ def run(x: Tensor, experts: Tensor, weights: Tensor, first: PackedWeight, second
     if not experts.numel():
         return out.zero_()
     ready = programs.decodable(first.codec.format) and programs.decodable(second.codec.format)
-    parts = (few if ready and experts.numel() <= MOST else many)(x, experts, first, second, gate)
+    parts = (_few if ready and experts.numel() <= MOST else _many)(x, experts, first, second, gate)
     programs.combine(parts, experts, weights, len(first.codes), out)
     return out
 
 
-def few(
-    x: Tensor,
-    experts: Tensor,
-    first: PackedWeight,
-    second: PackedWeight,
-    gate: Gate,
-    tiles: tuple[Tile | None, Tile | None] = (None, None),
-) -> Tensor:
+def _few(x: Tensor, experts: Tensor, first: PackedWeight, second: PackedWeight, gate: Gate) -> Tensor:
     """Products of each of a token's experts, fp32 [tokens · k, rows of second]; of experts elsewhere nothing."""
     tokens, k = experts.shape
-    count, digits = len(first.codes), 3 if x.dtype == torch.float32 else 2
-    share = 1 if tokens == 1 else TOGETHER
-    forms = first.codec.format, second.codec.format
+    count, digits = len(first.codes), programs.digits_of(x)
     if tokens == 1:
         items = programs.Items(count, experts.view(-1), k)
         later = programs.Items(count, experts.view(-1), 1)
@@ -62,18 +51,18 @@ def few(
         items = programs.plan(experts, count, k, TOGETHER)
         later = programs.Items(count, items.index, 1, items.order, items.count)
     up = torch.empty(tokens * k, first.shape[-2], dtype=x.dtype, device=x.device)
-    inputs = programs.prepare(x, forms[0], rotated=False, digits=digits)
-    programs.multiply(inputs, first, up, tiles[0] or programs.tile_of(forms[0], digits, share), items)
+    inputs = programs.prepare(x, first, digits=digits)
+    programs.multiply(inputs, first, up, programs.tile_of(first, digits, tokens), items)
     if gate.fused in programs.FUSED:
-        inner = programs.prepare(up, forms[1], rotated=False, gate=str(gate.fused), digits=digits)
+        inner = programs.prepare(up, second, gate=str(gate.fused), digits=digits)
     else:
-        inner = programs.prepare(gate.apply(up).contiguous(), forms[1], rotated=False, digits=digits)
+        inner = programs.prepare(gate.apply(up).contiguous(), second, digits=digits)
     parts = torch.empty(tokens * k, second.shape[-2], dtype=torch.float32, device=x.device)
-    programs.multiply(inner, second, parts, tiles[1] or programs.tile_of(forms[1], digits, share), later)
+    programs.multiply(inner, second, parts, programs.tile_of(second, digits, tokens), later)
     return parts
 
 
-def many(x: Tensor, experts: Tensor, first: PackedWeight, second: PackedWeight, gate: Gate) -> Tensor:
+def _many(x: Tensor, experts: Tensor, first: PackedWeight, second: PackedWeight, gate: Gate) -> Tensor:
     """The same of any number of tokens, [tokens · k, rows of second] in x's dtype."""
     count = len(first.codes)
     flat = experts.view(-1)
