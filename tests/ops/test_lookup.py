@@ -22,13 +22,12 @@ def expected(form: WeightFormat, codes: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("bits", "grid"), FORMS)
-@pytest.mark.parametrize("other", [False, True])
-def test_assembly_decodes_what_the_codes_stand_for(bits: int, grid: str, other: bool) -> None:
+@pytest.mark.parametrize("tiles", [False, True])
+def test_assembly_decodes_what_the_codes_stand_for(bits: int, grid: str, tiles: bool) -> None:
     from rotaryquant.native.triton import lookup
 
     form = WeightFormat(64, bits, grid, 64)
-    unit, route = lookup.unit_of(bits, form.classes), lookup.route_of(bits, form.classes)
-    route = {"split16": "merge16", "table64": "shuffle" if bits == 4 else route}.get(route, route) if other else route
+    unit, route = lookup.unit_of(bits, form.classes), lookup.route_of(bits, form.classes, tiles)
     codes = np.random.default_rng(bits).integers(0, 1 << bits, (500, unit))
     stream = [sum(int(code) << (bits * i) for i, code in enumerate(row)) for row in codes]
     size = 64 if bits == 4 and form.classes > 1 else 32

@@ -16,6 +16,7 @@ from torch import Tensor
 from rotaryquant.bench import devices, options
 from rotaryquant.bench.checks import kernel_of, require_close
 from rotaryquant.bench.matmul import add_common, form_of, outcome_of, parse_sizes, random_weight, row_of
+from rotaryquant.bench.table import plural
 from rotaryquant.bench.timing import torch_threads
 from rotaryquant.measuring import Outcome, Progress
 from rotaryquant.ops.expert_matmul import Gate, expert_matmul
@@ -93,7 +94,7 @@ def _measure(
     ]
     x, chosen, shares = routings[0]
     error = require_close(
-        f"expert_matmul, {first.codec.format.bits} bits, {batch} tokens",
+        f"expert_matmul, {first.codec.format.bits} bits, {plural(batch, 'token')}",
         expert_matmul(x, chosen, shares, first, second, gate),
         expert_matmul(x, chosen, shares, first, second, gate, kernel="reference"),
     )

@@ -128,7 +128,7 @@ def _check(x: Tensor, weight: PackedWeight) -> float:
     part = PackedWeight(weight.codec, weight.codes[:_CHECKED].clone(), weight.scales[:_CHECKED].clone())
     wanted = dequant_matmul(x.float(), part, kernel="reference")
     found = dequant_matmul(x, part)
-    return require_close(f"dequant_matmul, {weight.codec.format.bits} bits, {len(x)} tokens", found, wanted)
+    return require_close(f"dequant_matmul, {weight.codec.format.bits} bits, {plural(len(x), 'token')}", found, wanted)
 
 
 def row_of(
