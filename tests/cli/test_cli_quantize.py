@@ -34,9 +34,10 @@ def test_the_table_and_what_is_said_of_a_wrong_input(run: Run, model: str, tmp_p
         (("--recipe", "role-5"), "recipe 'role-5' is unknown; valid: role-4-2-8"),
         (("--grid", "cubic"), "grid='cubic' is unknown; valid: normal, trellis, uniform"),
         (("--group", "100"), "group=100 is unknown; valid: 32, 64, 128"),
-        (("--method", "awq"), "method='awq' is unknown; valid: rtn, gptq"),
+        (("--method", "spqr"), "method='spqr' is unknown; valid: rtn, gptq, awq"),
+        (("--method", "awq"), "--method awq wants --calibration FILE"),
         (("--method", "gptq"), "--method gptq wants --calibration FILE"),
-        (("--calibration", str(tmp_path)), "--calibration is for --method gptq and --recipe role-auto"),
+        (("--calibration", str(tmp_path)), "--calibration is for --method gptq and awq and for --recipe role-auto"),
         (("--recipe", "role-auto"), "--recipe role-auto wants --size BYTES and --calibration FILE"),
         (("--size", "3MB"), "--size is for --recipe role-auto; recipe 'role-4-2-8' has the bits it has"),
         (("--sensitivity", "x"), "--sensitivity is for --recipe role-auto"),
@@ -51,20 +52,26 @@ def test_the_table_and_what_is_said_of_a_wrong_input(run: Run, model: str, tmp_p
     assert "no such folder" in err
 
 
-def test_a_text_makes_errors_cancel(run: Run, model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_text_says_what_errors_cost(run: Run, model: str, tmp_path: Path, method: str) -> None:
     (tmp_path / "text").write_text("the cat sat on the mat and looked at the dog who ran after a ball " * 400)
-    options = ("--method", "gptq", "--calibration", str(tmp_path / "text"), "--tokens", "4000", "--json")
+    options = ("--method", method, "--calibration", str(tmp_path / "text"), "--tokens", "4000", "--json")
     status, shown, err = run("quantize", model, "-o", str(tmp_path / "packed"), *options)
     assert status == 0, err
     data = json.loads(shown)
-    assert (data["method"], data["starved_experts"]) == ("gptq", {})
+    assert (data["method"], data["starved_experts"]) == (method, {})
     lines = (tmp_path / "packed" / "quantization-log.jsonl").read_text().splitlines()
     samples = {line["role"]: line["samples"] for line in map(json.loads, lines)}
     assert samples["attention"] >= 4000
     assert samples["norm"] == 0
     config = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
-    assert config["method"] == "gptq"
+    assert config["method"] == method
     assert len(config["text"]) >= 8
+    status, shown, _ = run("inspect", str(tmp_path / "packed"), "--json")
+    assert json.loads(shown)["parameters"] == data["parameters"]
+    assert json.loads(shown)["weight_bytes"] == data["bytes"]
+    status, shown, err = run("generate", str(tmp_path / "packed"), "--prompt", "the", "--max-tokens", "3", "--json")
+    assert status == 0, err
     status, _, err = run("quantize", model, "-o", str(tmp_path / "packed2"), *options[:4], "--tokens", "9000000")
     assert status == 2
     assert "the text has" in err

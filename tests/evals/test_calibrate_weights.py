@@ -69,3 +69,25 @@ def test_a_stopped_measurement_goes_on_where_it_was(tmp_path: Path) -> None:
     assert len(file.found) == 4
     assert measured(build("glm4_moe"), tmp_path / "part.jsonl") == whole
     assert (tmp_path / "part.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
+
+
+def test_factors_are_measured_with_what_inputs_are(tmp_path: Path) -> None:
+    model = build("glm4_moe")
+    named = dict(model.named_parameters())
+
+    def moments(name: str) -> Tensor:
+        own = named[name]
+        size = torch.logspace(-1, 1, own.shape[-1])
+        moment = torch.diag(size)
+        return moment if own.dim() == 2 else moment.expand(len(own), -1, -1)
+
+    def found(method: str) -> list[Sensitivity]:
+        file = MeasuredFile(tmp_path / f"{method}.jsonl", {"model": "tiny"})
+        return measure_sensitivity(
+            model, WINDOWS, PackedConfig(group=32, method=method), moments, file, lambda *_: None
+        )
+
+    scaled, cancelled = found("awq"), found("gptq")
+    assert [(one.part, one.layer) for one in scaled] == [(one.part, one.layer) for one in cancelled]
+    assert all(one.errors[0] > one.errors[1] > one.errors[2] > one.errors[3] > 0 for one in scaled)
+    assert all(one.errors != other.errors for one, other in zip(scaled, cancelled, strict=True))

@@ -106,6 +106,23 @@ def test_starved_experts_fall_back_to_all_tokens_and_are_named(tmp_path: Path) -
     assert moments.heard["model.layers.1.mlp.experts.0.up_proj.weight"] == 400
 
 
+def test_what_all_experts_get_is_heard_by_its_own_name(tmp_path: Path) -> None:
+    model = build("granitemoehybrid")
+    heard: list[Tensor] = []
+    experts = model.get_submodule("model.layers.1.block_sparse_moe.experts")
+    handle = experts.register_forward_pre_hook(lambda _, inputs: heard.append(inputs[0].flatten(0, -2)))
+    with torch.inference_mode():
+        for ids in WINDOWS:
+            model(ids[None], use_cache=False)
+    handle.remove()
+    rows = torch.cat(heard)
+    moments = listen(model, names_of(model, tmp_path))
+    found = moments("model.layers.1.block_sparse_moe.experts.up_inputs")
+    assert found is not None
+    torch.testing.assert_close(found, rows.T @ rows / len(rows), rtol=1e-4, atol=1e-5)
+    assert moments.heard["model.layers.1.block_sparse_moe.experts.up_inputs"] == len(rows) == 400
+
+
 def test_an_expert_with_a_few_tokens_is_starved_too(tmp_path: Path) -> None:
     model = build("qwen3_moe")
     names = names_of(model, tmp_path)

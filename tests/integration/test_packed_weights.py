@@ -16,12 +16,12 @@ import rotaryquant
 from rotaryquant import env
 from rotaryquant.errors import ConfigError, ModelFileError, UnsupportedModelError
 from rotaryquant.integrations.transformers.fingerprint import checkpoint_fingerprint
+from rotaryquant.integrations.transformers.input_moments import InputMoments
 from rotaryquant.integrations.transformers.output_projection import output_projection
 from rotaryquant.integrations.transformers.packed_modules import PackedEmbedding, PackedExperts, PackedLinear
 from rotaryquant.models.roles import Role, layer_number, roles_of
-from rotaryquant.ops.dequant_matmul import dequantize
-from rotaryquant.ops.weights import rotate_inputs
 from rotaryquant.weights.conversion import convert
+from rotaryquant.weights.headers import read_folder
 from rotaryquant.weights.packed_config import PackedConfig
 from rotaryquant.weights.recipes import RECIPES
 from support.zoo import FAMILIES, build
@@ -31,9 +31,14 @@ IDS = torch.tensor([[1, 17, 201, 5, 88, 42, 9, 133, 64, 30, 7, 250]])
 
 
 def quantise(name: str, folder: Path, recipe: str = "role-4-2-8", **base: Any) -> Path:
-    """The family's tiny model, packed; returns the new folder."""
-    build(name).save_pretrained(folder / "whole")
-    convert(folder / "whole", folder / recipe, RECIPES[recipe], PackedConfig(**base), lambda _: None, lambda *_: None)
+    """The family's tiny model, packed, with what it hears of random ids unless by rtn; returns the new folder."""
+    model = build(name)
+    model.save_pretrained(folder / "whole")
+    config, tensors = PackedConfig(**base), read_folder(folder / "whole")
+    windows = [torch.randint(3, 250, (300,), generator=torch.Generator().manual_seed(2))]
+    moments = InputMoments(model, windows, roles_of(one.name for one in tensors), lambda *_: None)
+    heard = moments if config.method != "rtn" else lambda _: None
+    convert(folder / "whole", folder / recipe, RECIPES[recipe], config, heard, lambda *_: None)
     return folder / recipe
 
 
@@ -49,9 +54,8 @@ def unpacked(model: PreTrainedModel, like: PreTrainedModel) -> PreTrainedModel:
     state = dict(like.state_dict())
     with torch.no_grad():
         for name, module in model.named_modules():
-            for leaf, form in getattr(module, "_forms", {}).items():
-                whole = rotate_inputs(dequantize(module.packed(leaf)), form, inverse=True)
-                state[f"{name}.{leaf}"].copy_(whole)
+            for leaf in getattr(module, "_forms", {}):
+                state[f"{name}.{leaf}"].copy_(module.unpacked(leaf))
         for name, tensor in model.state_dict().items():
             if tensor.is_floating_point() and name in state and state[name].shape == tensor.shape:
                 state[name].copy_(tensor)
@@ -63,9 +67,12 @@ def logits(model: PreTrainedModel) -> Tensor:
         return model(IDS, use_cache=False).logits
 
 
+@pytest.mark.parametrize("method", ["rtn", "awq"])
 @pytest.mark.parametrize("family", QUANTISABLE)
-def test_a_family_quantised_loaded_run_and_saved(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = quantise(family, tmp_path)
+def test_a_family_quantised_loaded_run_and_saved(
+    family: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = quantise(family, tmp_path, method=method)
     model = load(folder)
     expected = logits(unpacked(model, build(family)))
     # kernels may round inputs, which sends tokens of random routers to other experts
@@ -79,6 +86,7 @@ def test_a_family_quantised_loaded_run_and_saved(family: str, tmp_path: Path, mo
     again = load(tmp_path / "again")
     assert torch.equal(logits(again), logits(model))
     stored, resaved = load_file(folder / "model.safetensors"), load_file(tmp_path / "again" / "model.safetensors")
+    assert any(key.endswith("_inputs") for key in stored) == (method == "awq")
     assert stored.keys() == resaved.keys()
     assert all(torch.equal(stored[key], resaved[key]) for key in stored)
     assert (
@@ -150,6 +158,29 @@ def test_transformers_knows_packed_weights_in_whichever_order_both_are_imported(
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("PackedLinear 0 0")
     assert "_Note" not in done.stdout
+
+
+def test_factors_come_to_the_inputs_that_they_are_of(tmp_path: Path) -> None:
+    """Unpacked, every matrix is the one that was rounded: factors of one expert or matrix are not another's."""
+    model, whole = load(quantise("qwen2_moe", tmp_path, "uniform-8", method="awq")), build("qwen2_moe")
+    stored = load_file(tmp_path / "uniform-8" / "model.safetensors")
+    experts: Any = model.get_submodule("model.layers.1.mlp.experts")
+    assert experts.up_inputs.shape == (64,)
+    assert experts.down_proj_inputs.shape == (8, 32)
+    assert not torch.equal(experts.down_proj_inputs[0], experts.down_proj_inputs[1])
+    factors = [name for name in stored if name.startswith("model.layers.1.mlp.experts.") and "inputs" in name]
+    assert sorted(factors) == sorted(
+        [f"model.layers.1.mlp.experts.{number}.down_proj.weight_inputs" for number in range(8)]
+        + ["model.layers.1.mlp.experts.up_inputs"]
+    )
+    for name, module in model.named_modules():
+        for leaf in getattr(module, "_forms", {}):
+            own = whole.get_parameter(f"{name}.{leaf}")
+            assert float((module.unpacked(leaf) - own).detach().norm() / own.detach().norm()) < 0.015, name
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "uniform-8", dtype=torch.bfloat16)
+    half.save_pretrained(tmp_path / "half")
+    saved = load_file(tmp_path / "half" / "model.safetensors")
+    assert all(torch.equal(saved[key], stored[key]) for key in stored if key.endswith("_inputs"))
 
 
 @pytest.mark.parametrize(("grid", "seed"), [("normal", None), ("uniform", 3), ("trellis", None)])
@@ -227,6 +258,9 @@ def test_a_configuration_that_does_not_fit_the_tensors_is_refused(tmp_path: Path
         load(folder)
     changed(bits={**config["quantization_config"]["bits"], "shared expert": {"0": 8}})
     with pytest.raises(ModelFileError, match="bits of 'shared expert', but the model has no such tensor"):
+        load(folder)
+    changed(method="spqr")
+    with pytest.raises(ModelFileError, match="method='spqr' is unknown; valid: rtn, gptq, awq"):
         load(folder)
     changed(grid="cubic")
     with pytest.raises(ModelFileError, match="grid='cubic' is unknown"):

@@ -40,7 +40,7 @@ INTERPRETED = {
     "several groups": ("dequant_matmul", ("trellis-2 bits by 128, 512x8, 2", "normal-4 bits by 32, 512x8, 3")),
     "experts": (
         "expert_matmul",
-        ("trellis 2-2", "trellis 2-4", "normal 2-2 bits, silu, 1 tokens to 4, bfloat16", "uniform 8-3"),
+        ("trellis 2-2", "trellis 2-4", "uniform 8-3"),
     ),
 }
 

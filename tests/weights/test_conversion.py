@@ -21,7 +21,7 @@ from rotaryquant.models.roles import Part, Role, Side, parts_of
 from rotaryquant.weights import conversion
 from rotaryquant.weights.conversion import convert, sizes_of
 from rotaryquant.weights.headers import read_folder
-from rotaryquant.weights.packed_config import PackedConfig
+from rotaryquant.weights.packed_config import PackedConfig, weights_of
 from rotaryquant.weights.recipes import RECIPES, ROUNDED, Recipe, bits_of, by_role, parse_recipe
 
 BASE = PackedConfig()
@@ -50,6 +50,14 @@ def checkpoint(folder: Path, layers: int = 2, experts: int = 3, hidden: int = 64
     (folder / "tokenizer.json").write_text("{}")
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
     return folder
+
+
+def hearing(name: str) -> Tensor:
+    """Moments of inputs of 64 or 32 columns, of very different sizes, other ones for every name."""
+    width = 32 if name.endswith("down_proj.weight") else 64
+    generator = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
+    inputs = torch.randn(400, width, generator=generator) * torch.logspace(-1, 1, width)
+    return inputs.T @ inputs / 400
 
 
 def run(folder: Path, out: Path, recipe: str = "role-4-2-8", **options: Any) -> list[dict[str, Any]]:
@@ -128,6 +136,25 @@ def test_stacks_are_rounded_matrix_by_matrix_each_with_its_own_inputs(tmp_path: 
         assert torch.equal(heard[name][number], alone)
 
 
+def test_factors_are_counted_and_stand_once_where_experts_share_them(tmp_path: Path) -> None:
+    base = PackedConfig(method="awq", text="a", tokens=9)
+    log = run(checkpoint(tmp_path / "in"), tmp_path / "out", base=base, hessian=hearing)
+    packed = load_file(tmp_path / "out" / "model.safetensors")
+    own = {name: tuple(tensor.shape) for name, tensor in packed.items() if name.endswith("_inputs")}
+    assert own["model.layers.0.mlp.experts.up_inputs"] == (64,)
+    assert own["model.layers.0.mlp.experts.1.down_proj.weight_inputs"] == (32,)
+    assert own["model.layers.1.self_attn.q_proj.weight_inputs"] == (64,)
+    assert "model.layers.0.mlp.experts.1.up_proj.weight_inputs" not in own
+    assert len(own) == 1 + 2 * (4 + 1 + 1 + 3)
+    assert all(packed[name].dtype == torch.bfloat16 for name in own)
+    assert sum(said["nbytes"] for said in log) == sum(tensor.nbytes for tensor in packed.values())
+    config = PackedConfig.from_dict(json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"])
+    assert config.factors
+    sizes = weights_of(read_folder(tmp_path / "out"), config)
+    assert sum(nbytes for _, nbytes in sizes.values()) == sum(tensor.nbytes for tensor in packed.values())
+    assert sum(weights for weights, _ in sizes.values()) == sum(said["elements"] for said in log)
+
+
 def convert_matrix(matrix: Tensor, hessian: Tensor) -> Tensor:
     from rotaryquant.weights.rounding import round_matrix
 
@@ -138,24 +165,32 @@ def convert_matrix(matrix: Tensor, hessian: Tensor) -> Tensor:
 
 STOPPED = """
 import sys
+sys.path.insert(0, sys.argv[4])
 from pathlib import Path
 from rotaryquant.weights.conversion import convert, sizes_of
 from rotaryquant.weights.packed_config import PackedConfig
 from rotaryquant.weights.recipes import RECIPES
-convert(Path(sys.argv[1]), Path(sys.argv[2]), RECIPES["role-4-2-8"], PackedConfig(), lambda _: None,
+from test_conversion import hearing
+heard = hearing if sys.argv[3] == "awq" else lambda _: None
+convert(Path(sys.argv[1]), Path(sys.argv[2]), RECIPES["role-4-2-8"], PackedConfig(method=sys.argv[3]), heard,
         lambda message, share: print(share, flush=True))
 """
 
 
-def test_killed_at_ten_points_it_ends_as_if_it_had_not_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["rtn", "awq"])
+def test_killed_at_ten_points_it_ends_as_if_it_had_not_been(tmp_path: Path, method: str) -> None:
     folder = checkpoint(tmp_path / "in", layers=6, experts=8)
-    run(folder, tmp_path / "whole")
+    options: dict[str, Any] = {"base": PackedConfig(method=method)}
+    if method == "awq":
+        options["hessian"] = hearing
+    run(folder, tmp_path / "whole", **options)
     draw = random.Random(0)
     killed = 0
     for _ in range(10):
         process = subprocess.Popen(
-            [sys.executable, "-c", STOPPED, folder, tmp_path / "out"], stdout=subprocess.PIPE, env={**os.environ}
-        )
+            [sys.executable, "-c", STOPPED, folder, tmp_path / "out", method, str(Path(__file__).parent)],
+            stdout=subprocess.PIPE, env={**os.environ},
+        )  # fmt: skip
         assert process.stdout is not None
         for _line in range(draw.randrange(1, 14)):
             process.stdout.readline()
@@ -165,7 +200,7 @@ def test_killed_at_ten_points_it_ends_as_if_it_had_not_been(tmp_path: Path, monk
         process.wait()
     assert killed >= 8
     assert not (tmp_path / "out" / "config.json").exists()
-    run(folder, tmp_path / "out")
+    run(folder, tmp_path / "out", **options)
     for path in (tmp_path / "whole").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
     assert {path.name for path in (tmp_path / "out").iterdir()} == {

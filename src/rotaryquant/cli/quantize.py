@@ -50,7 +50,7 @@ def run(words: Sequence[str]) -> int:
         if recipe is None:
             assert reading is not None
             recipe = _chosen(reading, args, base, waiting)
-        if args.method == "gptq":
+        if args.method != "rtn":
             assert reading is not None
             moments = reading.moments(roles_of(tensor.name for tensor in tensors), waiting)
             log = convert(folder, Path(args.output), recipe, base, moments, waiting, moments.heard)
@@ -119,16 +119,19 @@ def _parsed(words: Sequence[str]) -> Any:
     made.add_argument("--group", type=int, default=128, metavar="N", help=f"columns of a scale: {GROUPS} (default 128)")
     made.add_argument("--no-rotation", action="store_true", help="take inputs as they are, without a Hadamard rotation")
     made.add_argument("--method", default="rtn", metavar="NAME", help="rtn: to the nearest level; gptq: so that errors "
-                      "cancel in what the model computes, which wants --calibration (default rtn)")  # fmt: skip
-    made.add_argument("--calibration", metavar="FILE", help=f"text that the model reads for gptq and {AUTO}, UTF-8")
+                      "cancel in what the model computes; awq: inputs multiplied so that errors are small where they "
+                      "are large; both want --calibration (default rtn)")  # fmt: skip
+    made.add_argument("--calibration", metavar="FILE", help=f"text that the model reads for these and {AUTO}, UTF-8")
     made.add_argument("--tokens", type=int, default=_TOKENS, metavar="N", help=f"of it (default {_TOKENS})")
     return made.parse_args(words)
 
 
 def _check_method(args: Any, auto: bool) -> None:
     """Raise ConfigError where options do not go together."""
-    if args.method not in ("rtn", "gptq"):
-        raise ConfigError(f"method={args.method!r} is unknown; valid: rtn, gptq")
+    from rotaryquant.weights.packed_config import METHODS
+
+    if args.method not in METHODS:
+        raise ConfigError(f"method={args.method!r} is unknown; valid: {', '.join(METHODS)}")
     if auto and (args.size is None or args.calibration is None):
         raise ConfigError(
             "--recipe role-auto wants --size BYTES and --calibration FILE: a text on which it measures where bits help"
@@ -136,10 +139,12 @@ def _check_method(args: Any, auto: bool) -> None:
     if not auto and (args.size is not None or args.sensitivity is not None):
         name = "size" if args.size is not None else "sensitivity"
         raise ConfigError(f"--{name} is for --recipe role-auto; recipe {args.recipe!r} has the bits it has")
-    if args.method == "gptq" and args.calibration is None:
-        raise ConfigError("--method gptq wants --calibration FILE: a text that the model reads")
+    if args.method != "rtn" and args.calibration is None:
+        raise ConfigError(f"--method {args.method} wants --calibration FILE: a text that the model reads")
     if args.method == "rtn" and not auto and args.calibration is not None:
-        raise ConfigError("--calibration is for --method gptq and --recipe role-auto; rtn rounds without a text")
+        raise ConfigError(
+            "--calibration is for --method gptq and awq and for --recipe role-auto; rtn rounds without a text"
+        )
 
 
 class _Reading:
@@ -176,7 +181,7 @@ def _chosen(reading: _Reading, args: Any, base: "PackedConfig", waiting: Waiting
     said = {key: value for key, value in base.as_dict().items() if key not in ("recipe", "bits")}
     measured = MeasuredFile(path, {"model": checkpoint_fingerprint(model), **said})
     names = roles_of(name for name, _ in model.named_parameters())
-    moments = reading.moments(names, waiting) if args.method == "gptq" else _nothing
+    moments = reading.moments(names, waiting) if args.method != "rtn" else _nothing
     found = measure_sensitivity(model, reading.probes, base, moments, measured, waiting)
     return choose(found, sizes, other, args.size)
 

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rotaryquant.formats.weight import BITS, WeightFormat
+from rotaryquant.formats.weight import BITS
 from rotaryquant.measuring import Progress
 from rotaryquant.models.roles import layer_number, parts_of
-from rotaryquant.ops.dequant_matmul import dequantize
-from rotaryquant.ops.weights import rotate_inputs
 from rotaryquant.weights.packed_config import PackedConfig
 from rotaryquant.weights.recipes import ROUNDED, Place
-from rotaryquant.weights.rounding import round_matrix
 from rotaryquant.weights.sensitivity import PROBED, MeasuredFile, Sensitivity
+from rotaryquant.weights.stacks import round_tensor
 
 #: Gives the second moment of a matrix' inputs by its name in the model (for a stack: of each), or None.
 Moments = Callable[[str], Tensor | None]
@@ -77,7 +75,7 @@ def _measured(
         error = 0.0
         for name, weight in whole.items():
             form = base.form(weight.shape[-1], bits)
-            coded = weight if form is None else _rounded(weight, form, hessians[name])
+            coded = weight if form is None else round_tensor(weight, form, hessians[name], scaled=base.factors).values
             error += float((coded - weight).double().square().sum())
             named[name].data.copy_(coded)
         errors.append(error / squares if squares > 0 else 0.0)
@@ -86,17 +84,6 @@ def _measured(
     for name, weight in whole.items():
         named[name].data.copy_(weight)
     return Sensitivity(*place, tuple(nats), tuple(errors))
-
-
-def _rounded(weight: Tensor, form: WeightFormat, hessian: Tensor | None) -> Tensor:
-    """What the codes of a matrix or a stack stand for, of inputs as they are, fp32 in its shape."""
-    matrices = weight if weight.dim() == 3 else weight[None]
-    of = [None] * len(matrices) if hessian is None else hessian if hessian.dim() == 3 else [hessian] * len(matrices)
-    coded = [
-        rotate_inputs(dequantize(round_matrix(matrix, form, own)), form, inverse=True)
-        for matrix, own in zip(matrices, of, strict=True)
-    ]
-    return torch.stack(coded).view(weight.shape)
 
 
 def _divergence(model: PreTrainedModel, windows: Sequence[Tensor], reference: Sequence[Tensor]) -> float:

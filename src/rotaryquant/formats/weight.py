@@ -9,6 +9,9 @@ What a code stands for (grid):
 - trellis: a level that depends on the code of the column before it too, 16 columns in a circle (formats.codebook);
 - uniform: code - 2^(bits - 1), so that zero is a level.
 The weight is scale · level. 8 bits are always uniform.
+
+Where a matrix has factors f of its inputs (bf16, one a column), codes are of W / f, and inputs are multiplied by f
+before they are rotated: errors of a column are then the smaller, the larger its inputs are (AWQ, arXiv 2306.00978).
 """
 
 import math

@@ -62,8 +62,14 @@ class Part(NamedTuple):
         return cls(Role(text), Side.IN)
 
 
-#: Behind the name of a packed tensor, the name of its scales: they are of its role.
-SCALE = "_scale"
+#: Behind the name of a packed tensor, the names of its scales and of its inputs' factors: they are of its role.
+SCALE, INPUTS = "_scale", "_inputs"
+
+#: Behind the name of a module of experts, the name of the factors of what all of them get as inputs.
+UP_INPUTS = ".up_inputs"
+
+#: Names of a routed expert's second matrix, or of a stack of these.
+_DOWN = ("down_proj", "w2", "output_linear")
 
 #: Roles whose tensors stay as they are whatever the recipe: small, and errors in them change which experts run, how
 #: long a state lives, or everything behind them.
@@ -86,6 +92,7 @@ _IN_LAYER: tuple[tuple[Role, str], ...] = (
     (Role.BIAS, r".*(?:\.bias|_bias)"),
     (Role.ROUTED_EXPERT, rf"(?:{_BLOCK}\.)?experts\.(?:\d+\.)?{_MLP}(?:\.weight)?"),
     (Role.ROUTED_EXPERT, r"block_sparse_moe\.(?:input|output)_linear\.weight"),
+    (Role.ROUTED_EXPERT, rf"(?:{_BLOCK}\.)?experts{re.escape(UP_INPUTS)}"),
     (Role.SHARED_EXPERT, rf"(?:{_BLOCK}\.)?(?:shared_experts?|shared_mlp)\.{_MLP}\.weight"),
     (Role.LATENT_ATTENTION, r"self_attn\.(?:q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj)\.weight"),
     (Role.ATTENTION, r"(?:self_attn|attention|mixer|attn)\.(?:q|k|v|o|qkv|out|c)_proj\.weight"),
@@ -157,7 +164,7 @@ def roles_of(names: Iterable[str]) -> dict[str, Role]:
     """
     names = list(names)
     known = set(names)
-    told = {name: _named(base if (base := name.removesuffix(SCALE)) in known else name) for name in names}
+    told = {name: _named(base if (base := packed_name(name)) in known else name) for name in names}
     if unknown := sorted(name for name, (_, role) in told.items() if role is None):
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise UnsupportedModelError(
@@ -170,13 +177,51 @@ def roles_of(names: Iterable[str]) -> dict[str, Role]:
 
 def parts_of(names: Iterable[str]) -> dict[str, Part]:
     """Role and side of every tensor of one checkpoint; raises as `roles_of` does. Names are not those of GGUF."""
-    return {name: Part(role, _side(name.removesuffix(SCALE))) for name, role in roles_of(names).items()}
+    return {name: Part(role, _side(packed_name(name))) for name, role in roles_of(names).items()}
 
 
 def _side(name: str) -> Side:
     if _VALUE.fullmatch(name):
         return Side.VALUE
     return Side.OUT if _OUT.fullmatch(name) else Side.IN
+
+
+def packed_name(name: str) -> str:
+    """The tensor that scales or factors of that name are of; any other name as it is."""
+    return name.removesuffix(SCALE) if name.endswith(SCALE) else name.removesuffix(INPUTS)
+
+
+class ExpertMatrix(NamedTuple):
+    """What the name of a routed expert's matrix says.
+
+    module: of all experts of the layer. number: of the expert, or None for a stack of all. down: whether its inputs are
+    the expert's own and not those of the layer.
+    """
+
+    module: str
+    number: int | None
+    down: bool
+
+
+_EXPERT = re.compile(r"(?P<module>.*\bexperts)\.(?:(?P<number>\d+)\.)?(?P<leaf>\w+?)(?:\.weight)?")
+_FUSED = re.compile(r"(?P<module>.*\bblock_sparse_moe)\.(?P<leaf>input_linear|output_linear)\.weight")
+
+
+def expert_matrix(name: str) -> ExpertMatrix:
+    """Which experts' matrix a tensor is that `roles_of` says is one of them. Raises UnsupportedModelError otherwise."""
+    if found := _EXPERT.fullmatch(name):
+        number = found["number"]
+        return ExpertMatrix(found["module"], None if number is None else int(number), found["leaf"] in _DOWN)
+    if found := _FUSED.fullmatch(name):
+        return ExpertMatrix(f"{found['module']}.experts", None, found["leaf"] in _DOWN)
+    raise UnsupportedModelError(f"tensor {name!r} is of a routed expert, but no rule says of which")
+
+
+def inputs_name(name: str, role: Role) -> str:
+    """The name of the factors of a packed matrix' inputs: its own, or those that all experts of its layer share."""
+    if role is Role.ROUTED_EXPERT and not (found := expert_matrix(name)).down:
+        return found.module + UP_INPUTS
+    return name + INPUTS
 
 
 def _beside(role: Role, routed: bool) -> Role:

@@ -1,34 +1,33 @@
 """A checkpoint to one with packed weights: tensor by tensor, in the memory of one of them.
 
 What comes out has the names of what went in. A rounded tensor keeps its name with its codes (uint8) and gets a second
-one, `NAME_scale`, beside it; all others are copied. How a tensor is stored is told by its shapes and by its part and
-layer (`PackedConfig`), never by a table of names, which change on the way into a model.
+one, `NAME_scale`, beside it, with AWQ a third, `NAME_inputs`; all others are copied. How a tensor is stored is told by
+its shapes and by its part and layer (`PackedConfig`), never by a table of names, which change on the way into a model.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from rotaryquant.errors import ModelFileError, UnsupportedModelError
 from rotaryquant.formats import weight as formats
 from rotaryquant.formats.weight import WeightFormat
-from rotaryquant.models.roles import SCALE, Part, Role, layer_number, parts_of
-from rotaryquant.ops.dequant_matmul import dequantize
-from rotaryquant.ops.weights import PackedWeight
+from rotaryquant.models.roles import SCALE, UP_INPUTS, Part, Role, inputs_name, layer_number, parts_of
+from rotaryquant.weights.awq import SharedFactors
+from rotaryquant.weights.conversion_log import Log
 from rotaryquant.weights.headers import INDEX_NAME, SINGLE_NAME, TensorInfo, read_folder
 from rotaryquant.weights.packed_config import METHOD, PackedConfig
 from rotaryquant.weights.recipes import ROUNDED, Place, Recipe, bits_of, by_role
-from rotaryquant.weights.rounding import round_matrix
 from rotaryquant.weights.sensitivity import MEASURED
 from rotaryquant.weights.shards import Entry, ShardWriter, header_bytes, write_whole
+from rotaryquant.weights.stacks import round_tensor, squared_error
 
 #: Bytes of a file at most, but for a single tensor that is larger.
 _SHARD_BYTES = 5_000_000_000
@@ -47,20 +46,33 @@ _NOTE = "quantization.partial.json"
 
 @dataclass(frozen=True)
 class Item:
-    """One tensor of the checkpoint. form: how its rows are packed, or None where it is copied."""
+    """One tensor of the checkpoint. form: how its rows are packed, or None where it is copied.
+
+    inputs: the name of its inputs' factors, or None where it has none. leads: whether these are written with it, and
+    not with another tensor that shares them.
+    """
 
     source: TensorInfo
     part: Part
     form: WeightFormat | None
+    inputs: str | None = None
+    leads: bool = True
+
+    @property
+    def shares(self) -> str | None:
+        """The name of the factors that it shares with others."""
+        return self.inputs if self.inputs is not None and self.inputs.endswith(UP_INPUTS) else None
 
     def entries(self) -> list[Entry]:
         """What it becomes."""
         name, shape = self.source.name, self.source.shape
         if self.form is None:
             return [Entry(name, self.source.dtype, shape)]
+        factors = shape[-1:] if self.shares else (*shape[:-2], shape[-1])
         return [
             Entry(name, "U8", (*shape[:-1], self.form.code_bytes)),
             Entry(name + SCALE, "BF16", (*shape[:-1], self.form.groups)),
+            *([Entry(self.inputs, "BF16", factors)] if self.inputs is not None and self.leads else []),
         ]
 
     @property
@@ -78,7 +90,7 @@ def plan_items(tensors: Sequence[TensorInfo], recipe: Recipe, base: PackedConfig
     parts = parts_of(tensor.name for tensor in tensors)
     _refuse_transposed(tensors, parts)
     matrices = {tensor.name: parts[tensor.name] for tensor in tensors if len(tensor.shape) in (2, 3)}
-    bits, items = bits_of(recipe, matrices), []
+    bits, items, led = bits_of(recipe, matrices), [], set()
     for tensor in sorted(tensors, key=lambda one: _order(one.name)):
         form = None
         if tensor.name in bits:
@@ -88,7 +100,10 @@ def plan_items(tensors: Sequence[TensorInfo], recipe: Recipe, base: PackedConfig
                     f"quantise from a checkpoint that is not quantised yet"
                 )
             form = base.form(tensor.shape[-1], bits[tensor.name])
-        items.append(Item(tensor, parts[tensor.name], form))
+        part = parts[tensor.name]
+        inputs = inputs_name(tensor.name, part.role) if form is not None and base.factors else None
+        items.append(Item(tensor, part, form, inputs, inputs not in led))
+        led.add(inputs)
     return items
 
 
@@ -174,8 +189,8 @@ def convert(
 ) -> list[dict[str, Any]]:
     """Write the packed checkpoint of `folder` into `out`, which is new or holds a stopped run of the same.
 
-    hessian_of: inputs' second moment of a matrix (for a stack: of each), or None. heard: of how many inputs, filled by
-    then. Returns the log, an entry a tensor.
+    hessian_of: inputs' second moment of a matrix (for a stack: of each) or by the name of shared factors, or None.
+    heard: of how many inputs, filled by then. Returns the log, an entry a tensor.
     Raises ModelFileError where files are damaged, the disk is full, or `out` holds something else.
     """
     items = plan_items(read_folder(folder), recipe, base)
@@ -186,7 +201,10 @@ def convert(
         f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))
     ]  # fmt: skip
     total, done = sum(item.source.nbytes for item in items), 0
-    log = _Log(out / _LOG)
+    log, shared = Log(out / _LOG), SharedFactors(hessian_of)
+    for item in items:
+        if item.shares is not None and item.form is not None:
+            shared.add(item.shares, item.source, item.form)
     for name, shard in zip(names, shards, strict=True):
         path = out / name
         if path.is_file():  # of the run that was stopped
@@ -197,7 +215,7 @@ def convert(
             for item in shard:
                 at += len(item.entries())
                 if at > writer.done:
-                    tensors, said = _converted(item, hessian_of)
+                    tensors, said = _converted(item, hessian_of, shared)
                     log.add({**said, "samples": heard.get(item.source.name, 0)})
                     writer.add(tensors)
                 if (done + item.source.nbytes) * _STEPS // total > done * _STEPS // total:
@@ -228,7 +246,9 @@ def _prepare(out: Path, items: Sequence[Item], config: PackedConfig) -> None:
     write_whole(note, wanted)
 
 
-def _converted(item: Item, hessian_of: Callable[[str], Tensor | None]) -> tuple[list[Tensor], dict[str, Any]]:
+def _converted(
+    item: Item, hessian_of: Callable[[str], Tensor | None], shared: SharedFactors
+) -> tuple[list[Tensor], dict[str, Any]]:
     """The tensors that an item becomes, and what the log says of it."""
     source = item.source
     with safe_open(source.file, "pt") as file:
@@ -238,53 +258,12 @@ def _converted(item: Item, hessian_of: Callable[[str], Tensor | None]) -> tuple[
     }  # fmt: skip
     if item.form is None:
         return [tensor], {**said, "bits": None, "relative_error": 0.0}
-    matrices = tensor if tensor.dim() == 3 else tensor[None]
-    hessian = hessian_of(source.name)
-    packed = [
-        round_matrix(matrix, item.form, None if hessian is None else hessian if hessian.dim() == 2 else hessian[index])
-        for index, matrix in enumerate(matrices)
-    ]
-    error = sum(map(_lost, packed, matrices)) / max(float(matrices.double().square().sum()), 1e-300)
-    codes, scales = torch.stack([one.codes for one in packed]), torch.stack([one.scales for one in packed])
+    given = shared(item.shares) if item.shares is not None else None
+    found = round_tensor(tensor, item.form, hessian_of(source.name), scaled=item.inputs is not None, shared=given)
+    error = squared_error(tensor, found.values)
     said |= {"bits": item.form.bits, "group": item.form.group, "grid": item.form.grid, "relative_error": error}
-    return [codes.view(*source.shape[:-1], -1), scales.view(*source.shape[:-1], -1)], said
-
-
-def _lost(packed: PackedWeight, matrix: Tensor) -> float:
-    """Squared error of a rounded matrix; rotations leave it as it is."""
-    rotation = formats.input_rotation(packed.codec.format)
-    wanted = matrix.float()
-    if rotation is not None:
-        wanted = wanted @ torch.from_numpy(rotation).to(wanted)
-    return float((dequantize(packed) - wanted).double().square().sum())
-
-
-class _Log:
-    """A line a tensor, kept while the run goes on, so that one that is stopped loses none. path: of the whole log."""
-
-    def __init__(self, path: Path) -> None:
-        self._whole, self._path = path, path.with_name(path.name + ".partial")
-
-    def add(self, said: Mapping[str, Any]) -> None:
-        """One more tensor; written before the tensor counts as there."""
-        with self._path.open("a") as file:
-            file.write(json.dumps(said) + "\n")
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        for path in (self._whole, self._path):
-            for line in path.read_text().splitlines() if path.is_file() else ():
-                try:
-                    yield json.loads(line)
-                except ValueError:  # cut off by a stop; the tensor was then written again, and so was its line
-                    continue
-
-    def finish(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """All lines in the order of the tensors, each tensor's last, as the whole log."""
-        by_name = {line["name"]: line for line in self._lines()}
-        lines = [by_name[name] for name in names]
-        write_whole(self._whole, "".join(json.dumps(line) + "\n" for line in lines))
-        self._path.unlink(missing_ok=True)
-        return lines
+    factors = given if given is not None else found.factors
+    return [found.codes, found.scales, *([factors] if factors is not None and item.leads else [])], said
 
 
 def _write_index(out: Path, names: Sequence[str], shards: Sequence[Sequence[Item]]) -> None:

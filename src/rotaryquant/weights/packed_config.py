@@ -9,11 +9,14 @@ from typing import Any
 
 from rotaryquant.errors import ConfigError, ModelFileError
 from rotaryquant.formats.weight import BITS, GRIDS, GROUPS, VERSION, WeightFormat, fit
-from rotaryquant.models.roles import SCALE, Part, layer_number, parts_of
+from rotaryquant.models.roles import INPUTS, SCALE, UP_INPUTS, Part, layer_number, packed_name, parts_of
 from rotaryquant.weights.headers import TensorInfo
 
 #: Name of the method, by which transformers finds its reader.
 METHOD = "rotaryquant"
+
+#: How codes are chosen, all but the first with a text that the model reads.
+METHODS = ("rtn", "gptq", "awq")
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class PackedConfig:
     """How a checkpoint's weights are packed.
 
     grid, group: of `formats.weight`; 8 bits are always uniform, in groups of 32. seed: of the signs with which inputs
-    are rotated, or None for none. method: "rtn" or "gptq". text: fingerprint of what was read for the latter, or "";
+    are rotated, or None for none. method: of `METHODS`. text: fingerprint of what was read for all but "rtn", or "";
     tokens: how many of it.
     recipe: what chose the bits. bits: of each part by layer; under None those of a tensor outside of all layers.
     Tensors of parts and layers that are not named stay as they were.
@@ -37,9 +40,14 @@ class PackedConfig:
     bits: Mapping[Part, Mapping[int | None, int]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name, valid in (("grid", GRIDS), ("group", GROUPS)):
+        for name, valid in (("grid", GRIDS), ("group", GROUPS), ("method", METHODS)):
             if (value := getattr(self, name)) not in valid:
                 raise ConfigError(f"{name}={value!r} is unknown; valid: {', '.join(map(str, valid))}")
+
+    @property
+    def factors(self) -> bool:
+        """Whether each packed matrix has factors of its inputs."""
+        return self.method == "awq"
 
     def form(self, width: int, bits: int) -> WeightFormat | None:
         """How rows of `width` are stored at so many bits, or None where they have no such form and stay as they are."""
@@ -101,7 +109,9 @@ def config_in(folder: Path) -> PackedConfig | None:
 
 
 def weights_of(tensors: Sequence[TensorInfo], config: PackedConfig | None) -> dict[str, tuple[int, int]]:
-    """Weights and bytes of each tensor of a checkpoint by name, scales counted with the codes that they are of.
+    """Weights and bytes of each tensor of a checkpoint by name, scales and factors counted with the codes they are of.
+
+    Factors that experts share stand for themselves, with no weights.
 
     config: of a packed checkpoint, None of any other. Raises ModelFileError where codes stand beside scales but the
     configuration says nothing of them, or the other way round.
@@ -109,7 +119,10 @@ def weights_of(tensors: Sequence[TensorInfo], config: PackedConfig | None) -> di
     by_name = {tensor.name: tensor for tensor in tensors}
     parts, found = parts_of(by_name), {}
     for name, tensor in by_name.items():
-        if name.endswith(SCALE) and name.removesuffix(SCALE) in by_name:
+        if packed_name(name) != name and packed_name(name) in by_name:
+            continue
+        if name.endswith(UP_INPUTS):
+            found[name] = 0, tensor.nbytes
             continue
         scale = by_name.get(name + SCALE)
         bits = config.bits.get(parts[name], {}).get(layer_number(name)) if config is not None else None
@@ -119,7 +132,8 @@ def weights_of(tensors: Sequence[TensorInfo], config: PackedConfig | None) -> di
             )
         packed = scale is not None and bits is not None
         elements = tensor.elements * 8 // bits if packed and bits else tensor.elements
-        found[name] = elements, tensor.nbytes + (scale.nbytes if scale is not None else 0)
+        beside = [by_name[name + end].nbytes for end in (SCALE, INPUTS) if packed and name + end in by_name]
+        found[name] = elements, tensor.nbytes + sum(beside)
     return found
 
 

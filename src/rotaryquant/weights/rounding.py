@@ -31,29 +31,37 @@ def round_matrix(weight: Tensor, form: WeightFormat, hessian: Tensor | None = No
     weight: [rows, width], any float dtype. hessian: fp32 [width, width], mean of x·xᵀ over inputs (not rotated), or
     None to round each weight to its nearest level. Raises NonFiniteError where a weight or the Hessian is not finite.
     """
-    rows, width = weight.shape
+    width = weight.shape[1]
     if width != form.width:
         raise ValueError(f"a matrix of {width} columns for a format of {form.width}")
     work = weight.float()
     metric = torch.eye(width, device=weight.device) if hessian is None else hessian.float()
-    for name, tensor in (("weights", work), ("inputs", metric)):
-        if not bool(torch.isfinite(tensor).all()):
-            raise NonFiniteError(f"{name} of a matrix [{rows}, {width}] are not finite; the checkpoint is damaged")
+    refuse_non_finite(work, metric)
     if (rotation := input_rotation(form)) is not None:
         turn = torch.from_numpy(rotation).to(work)
         work, metric = work @ turn, turn.T @ metric @ turn if hessian is not None else metric
-    if hessian is not None:
-        mean = metric.diagonal().mean()
-        metric = metric / mean if float(mean) > 0 else torch.eye(width, device=weight.device)
-        metric = metric + RIDGE * torch.eye(width, device=weight.device)
-    steps = _first_scales(work, form)
+    metric = metric if hessian is None else steadied(metric)
+    steps = first_scales(work, form)
     codec = WeightCodec.from_format(form, weight.device)
-    codes = _codes(work, steps, codec, metric if hessian is not None else None)
-    scales = _fitted_scales(work, _levels(codes, codec), metric, form, steps)
+    codes = choose_codes(work, steps, codec, metric if hessian is not None else None)
+    scales = fitted_scales(work, levels_of(codes, codec), metric, form, steps)
     return PackedWeight(codec, pack(codes.to(torch.uint8), form.bits), scales.to(torch.bfloat16))
 
 
-def _first_scales(work: Tensor, form: WeightFormat) -> Tensor:
+def refuse_non_finite(weight: Tensor, hessian: Tensor) -> None:
+    """Raise NonFiniteError where a matrix or the moment of its inputs is not finite."""
+    for name, tensor in (("weights", weight), ("inputs", hessian)):
+        if not bool(torch.isfinite(tensor).all()):
+            raise NonFiniteError(f"{name} of a matrix {list(weight.shape)} are not finite; the checkpoint is damaged")
+
+
+def steadied(metric: Tensor) -> Tensor:
+    """A Hessian in units of its mean diagonal and with `RIDGE` more on it; where all inputs are zero, the identity."""
+    identity, mean = torch.eye(len(metric), device=metric.device), metric.diagonal().mean()
+    return (metric / mean if float(mean) > 0 else identity) + RIDGE * identity
+
+
+def first_scales(work: Tensor, form: WeightFormat) -> Tensor:
     """Scale of each group as if its weights were normal, at 8 bits so that the largest fits: [rows, groups]."""
     groups = work.view(len(work), form.groups, form.group)
     if form.bits == 8:
@@ -61,7 +69,7 @@ def _first_scales(work: Tensor, form: WeightFormat) -> Tensor:
     return groups.square().mean(-1).sqrt() * form.unit
 
 
-def _codes(work: Tensor, steps: Tensor, codec: WeightCodec, metric: Tensor | None) -> Tensor:
+def choose_codes(work: Tensor, steps: Tensor, codec: WeightCodec, metric: Tensor | None) -> Tensor:
     """Codes int64 [rows, width]. metric: what errors cost, or None where each column is rounded alone."""
     form = codec.format
     wide = steps.repeat_interleave(form.group, 1)
@@ -78,9 +86,9 @@ def _codes(work: Tensor, steps: Tensor, codec: WeightCodec, metric: Tensor | Non
             own = slice(column, column + block)
             codes[:, own] = _nearest(wanted[:, own] * inverse[:, own], codec)
             if own.stop < stretch.stop:
-                error = work[:, own] - _levels(codes[:, own], codec) * wide[:, own]
+                error = work[:, own] - levels_of(codes[:, own], codec) * wide[:, own]
                 wanted[:, own.stop : stretch.stop] += error @ carry[own, own.stop : stretch.stop]
-        error = work[:, stretch] - _levels(codes[:, stretch], codec) * wide[:, stretch]
+        error = work[:, stretch] - levels_of(codes[:, stretch], codec) * wide[:, stretch]
         wanted[:, stretch.stop :] += error @ carry[stretch, stretch.stop :]
     return codes
 
@@ -106,7 +114,7 @@ def _nearest(t: Tensor, codec: WeightCodec) -> Tensor:
     return torch.bucketize(t, (codec.levels[1:] + codec.levels[:-1]) / 2, right=True)
 
 
-def _levels(codes: Tensor, codec: WeightCodec) -> Tensor:
+def levels_of(codes: Tensor, codec: WeightCodec) -> Tensor:
     """Level of each code, fp32; whole circles of a trellis."""
     form = codec.format
     if form.classes > 1:
@@ -115,7 +123,7 @@ def _levels(codes: Tensor, codec: WeightCodec) -> Tensor:
     return codec.levels[codes]
 
 
-def _fitted_scales(work: Tensor, levels: Tensor, metric: Tensor, form: WeightFormat, steps: Tensor) -> Tensor:
+def fitted_scales(work: Tensor, levels: Tensor, metric: Tensor, form: WeightFormat, steps: Tensor) -> Tensor:
     """Scales [rows, groups] with which the levels cost least, all groups of a row together; 8 bits keep `steps`."""
     if form.bits == 8:
         return steps

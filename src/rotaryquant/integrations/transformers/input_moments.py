@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from rotaryquant.errors import ConfigError, UnsupportedModelError
-from rotaryquant.models.roles import Role, layer_number
+from rotaryquant.models.roles import UP_INPUTS, Role, expert_matrix, layer_number
 
 #: Bytes of moments that are held at a time, at least those of one layer.
 _HELD_BYTES = 2_000_000_000
@@ -29,10 +29,7 @@ LEAST_TOKENS = 128
 
 #: Added to the number of an expert: inputs of its second matrix. One below: of all experts.
 _DOWN = 1 << 20
-_EXPERT = re.compile(r"(?P<module>.*\bexperts)\.(?:(?P<number>\d+)\.)?(?P<leaf>\w+?)(?:\.weight)?")
-_FUSED = re.compile(r"(?P<module>.*\bblock_sparse_moe)\.(?P<leaf>input_linear|output_linear)\.weight")
 _LAYER = re.compile(r".*?\b(?:layers|blocks|h)\.(?P<number>\d+)\.(?P<tail>.+)")
-_INNER = ("down_proj", "w2", "output_linear")
 
 
 @dataclass
@@ -83,9 +80,11 @@ class InputMoments:
     def __call__(self, name: str) -> Tensor | None:
         """fp32 [width, width], for a stack [experts, width, width]; None for an embedding, whose rows are looked up.
 
+        name: of a matrix, or of the factors of what all experts of a layer get (`UP_INPUTS`): that of all its tokens.
         Raises ConfigError where nothing was heard of a matrix that inputs must come to.
         """
-        role, layer = self._names[name], layer_number(name)
+        role = Role.ROUTED_EXPERT if name.endswith(UP_INPUTS) else self._names[name]
+        layer = layer_number(name)
         if role is Role.EMBEDDING and not self._tied:
             return None
         if layer not in self._stretch:
@@ -112,17 +111,15 @@ class InputMoments:
         return heard
 
     def _of_experts(self, name: str) -> Tensor:
-        """Of one expert's matrix, or of a stack of all."""
-        found = _EXPERT.fullmatch(name) or _FUSED.fullmatch(name)
-        assert found is not None
-        tail = _tail(found["module"])
-        module = self._module_of(tail if tail.endswith("experts") else f"{tail}.experts")
-        side = "down" if found["leaf"] in _INNER else "up"
-        number = found.groupdict().get("number")
+        """Of one expert's matrix, of a stack of all, or of all tokens at the layer."""
+        found = expert_matrix(name)
+        module, number = self._module_of(_tail(found.module)), found.number
         experts: Any = self._model.get_submodule(module)
-        wanted = range(experts.num_experts) if number is None else [int(number)]
-        base = _DOWN if side == "down" else 0
+        wanted = range(experts.num_experts) if number is None else [number]
+        base = _DOWN if found.down else 0
         shared = self._checked(name, self._held.get((module, base - 1))).mean()
+        if name.endswith(UP_INPUTS):
+            return shared
         moments = [self._of_expert(module, base, expert, shared) for expert in wanted]
         self.heard[name] = min(self._tokens(module, base, expert) for expert in wanted)
         return torch.stack(moments) if number is None else moments[0]

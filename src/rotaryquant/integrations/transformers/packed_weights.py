@@ -23,7 +23,7 @@ from rotaryquant.integrations.transformers.packed_modules import (
     PackedLinear,
     PackedModule,
 )
-from rotaryquant.models.roles import SCALE, Part, layer_number, parts_of
+from rotaryquant.models.roles import INPUTS, SCALE, UP_INPUTS, Part, layer_number, packed_name, parts_of
 from rotaryquant.weights.packed_config import METHOD, PackedConfig
 from rotaryquant.weights.recipes import Recipe, bits_of, parse_recipe
 from rotaryquant.weights.rounding import round_matrix
@@ -65,8 +65,10 @@ class RotaryQuantizer(HfQuantizer):
     """Puts packed modules in the place of a model's own before its weights are read."""
 
     requires_calibration = False
-    #: A packed parameter is two tensors in the file; merges of experts are made of both.
-    serialized_names: dict[str, list[str]] = {"weight": ["weight", "weight" + SCALE]}  # noqa: RUF012 - as declared there
+    #: A packed parameter is two or three tensors in the file; merges of experts are made of all.
+    serialized_names: dict[str, list[str]] = {  # noqa: RUF012 - as declared there
+        "weight": ["weight", "weight" + SCALE, "weight" + INPUTS]
+    }
 
     def _process_model_before_weight_loading(self, model: "PreTrainedModel", **_: Any) -> None:
         assert isinstance(self.quantization_config, RotaryQuantConfig)
@@ -81,12 +83,14 @@ class RotaryQuantizer(HfQuantizer):
         for parameter, form in forms.items():
             path, leaf = parameter.rpartition(".")[::2]
             by_module.setdefault(path, {})[leaf] = form
+        factors = self.quantization_config.packed.factors
         for path, leaves in by_module.items():
             with torch.device("meta"):
-                model.set_submodule(path, _replacement(model.get_submodule(path), leaves, dtype))
+                model.set_submodule(path, _replacement(model.get_submodule(path), leaves, dtype, factors))
         for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
-            if source in forms:
-                model.all_tied_weights_keys[target + SCALE] = source + SCALE
+            for end in (SCALE, INPUTS) if factors else (SCALE,):
+                if source in forms:
+                    model.all_tied_weights_keys[target + end] = source + end
 
     def param_needs_quantization(self, model: "PreTrainedModel", param_name: str, **_: Any) -> bool:
         """Whether a tensor of a checkpoint that is not packed becomes codes."""
@@ -99,23 +103,23 @@ class RotaryQuantizer(HfQuantizer):
         return _Rounding()
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: "PreTrainedModel") -> list[Any]:
-        """Scales go where their codes go, also where a tensor is only renamed (Granite's experts)."""
+        """Scales and factors go where their codes go, also where a tensor is only renamed (Granite's experts)."""
         names = dict(model.named_parameters())
         scaled = {name.removesuffix(SCALE) for name in names if name.endswith(SCALE)}
         updated = []
         for conversion in super().update_weight_conversions(weight_conversions, model):  # type: ignore[no-untyped-call]
             sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
             if type(conversion) is WeightRenaming and any(name.endswith(f".{targets[0]}") for name in scaled):
-                updated.append(conversion.copy([sources[0] + SCALE], [targets[0] + SCALE]))
+                updated += [conversion.copy([sources[0] + end], [targets[0] + end]) for end in (SCALE, INPUTS)]
             updated.append(conversion)
         return updated
 
     def get_state_dict_and_metadata(self, model: "PreTrainedModel") -> tuple[dict[str, Any], dict[str, str]]:
-        """What is saved: scales as they came, whatever dtype the model runs in; tied ones stay one tensor."""
+        """What is saved: scales and factors as they came, in whichever dtype they run; tied ones stay one tensor."""
         stored: dict[int, torch.Tensor] = {}
         state = model.state_dict()
         for name, tensor in state.items():
-            if name.endswith(SCALE) and name.removesuffix(SCALE) in state:
+            if name.endswith(UP_INPUTS) or (packed_name(name) != name and packed_name(name) in state):
                 state[name] = stored.setdefault(tensor.data_ptr(), tensor.to(torch.bfloat16))
         return state, {}
 
@@ -187,10 +191,10 @@ def _forms(
     return found
 
 
-def _replacement(module: nn.Module, forms: dict[str, WeightFormat], dtype: torch.dtype) -> nn.Module:
-    """The packed module for one of a model's own. dtype: of the model."""
+def _replacement(module: nn.Module, forms: dict[str, WeightFormat], dtype: torch.dtype, factors: bool) -> nn.Module:
+    """The packed module for one of a model's own. dtype: of the model. factors: whether its inputs have some."""
     if isinstance(module, nn.Embedding):
-        return PackedEmbedding(module, forms["weight"], dtype)
+        return PackedEmbedding(module, forms["weight"], dtype, factors)
     if isinstance(module, nn.Linear):
-        return PackedLinear(module, forms["weight"], dtype)
-    return PackedExperts(module, forms, dtype)
+        return PackedLinear(module, forms["weight"], dtype, factors)
+    return PackedExperts(module, forms, dtype, factors)
