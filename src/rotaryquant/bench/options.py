@@ -47,10 +47,10 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_device(device: str) -> None:
-    """Raise ConfigError for a device that no benchmark runs on."""
-    if device not in DEVICES:
-        raise ConfigError(f"device={device!r} cannot be measured; valid: {', '.join(DEVICES)}")
+def check_device(device: str, valid: Sequence[str] = DEVICES) -> None:
+    """Raise ConfigError for a device that a benchmark does not run on."""
+    if device not in valid:
+        raise ConfigError(f"device={device!r} cannot be measured; valid: {', '.join(valid)}")
 
 
 def parse_numbers(option: str, text: str, least: int = 1) -> list[int]:

@@ -8,6 +8,8 @@ BENCH = Kind(
     "benchmark",
     {
         "attention": "one-token attention on packed codes against torch's attention on exact rows",
+        "matmul": "few tokens times packed weights against torch's product",
+        "experts": "a layer of routed experts on packed weights against torch's products",
         "append": "packing keys and values, by rotation",
         "decode": "tokens per second of a model, packed cache against transformers' own",
     },

@@ -17,7 +17,10 @@ from rotaryquant import env
 from rotaryquant.errors import UnsupportedKernelError
 
 #: Every op, in the order of the flow; `rotaryquant kernels` prints them.
-OPS = ("stage", "rotate", "circles", "quantize", "pack", "append_packed", "packed_attention", "dequant_matmul")
+OPS = (
+    "stage", "rotate", "circles", "quantize", "pack", "append_packed", "packed_attention", "dequant_matmul",
+    "expert_matmul",
+)  # fmt: skip
 
 #: Calls per (op, kernel); not counted while a graph is being compiled.
 calls: Counter[tuple[str, str]] = Counter()

@@ -80,9 +80,10 @@ def rotate_inputs(x: Tensor, weight: WeightFormat, *, inverse: bool = False) -> 
     if weight.seed is None:
         return x
     signs, matrix = _rotation(weight.width, weight.seed, weight.rotated, x.device)
+    blocks = (*x.shape[:-1], weight.width // weight.rotated, weight.rotated)
     if inverse:
-        return (x.float().view(*x.shape[:-1], -1, weight.rotated) @ matrix.mT).flatten(-2) * signs
-    return ((x.float() * signs).view(*x.shape[:-1], -1, weight.rotated) @ matrix).flatten(-2)
+        return (x.float().view(blocks) @ matrix.mT).flatten(-2) * signs
+    return ((x.float() * signs).view(blocks) @ matrix).flatten(-2)
 
 
 @lru_cache(maxsize=256)
@@ -98,7 +99,7 @@ def round_inputs(x: Tensor, weight: WeightFormat) -> Tensor:
     normal numbers that leaves 6e-5 of squared error, under a hundredth of what 4-bit weights have. Weights of 8 bits
     have less themselves, so that what is left is rounded once more, in steps of a 254th.
     """
-    groups = x.float().view(*x.shape[:-1], -1, weight.group)
+    groups = x.float().view(*x.shape[:-1], weight.groups, weight.group)
     top = groups.abs().amax(-1, keepdim=True)
     scaled = groups * torch.where(top > 0, 127.0 / top, torch.zeros_like(top))
     whole = scaled.round()

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rotaryquant.formats.weight import GRIDS, fit
+from rotaryquant.formats.weight import GRIDS, GROUPS, fit
 from rotaryquant.ops.dequant_matmul import dequant_matmul, reference
 from rotaryquant.ops.pack import pack
 from rotaryquant.ops.weights import PackedWeight, WeightCodec
@@ -24,6 +24,7 @@ def run(
     tokens: int,
     bits: int,
     grid: str,
+    group: int,
     dtype: torch.dtype,
     seed: int | None,
 ) -> tuple[Tensor, ...]:
@@ -32,11 +33,12 @@ def run(
     Of the reference what comes of inputs as they are, and of those rounded to 8 bits.
     """
     random = generator(name)
-    form = fit(width, bits, grid, 128, seed)
+    form = fit(width, bits, grid, group, seed)
     assert form is not None
     codes = torch.randint(0, 1 << bits, (3, rows, width), generator=random, dtype=torch.uint8)
     scales = torch.randn(3, rows, form.groups, generator=random).to(torch.bfloat16)
     scales[1, 0, 0] = 0.0
+    scales[::2] = torch.nan
     weight = PackedWeight(WeightCodec.from_format(form), pack(codes, bits), scales)[1]
     x = torch.randn(tokens, width, generator=random).to(dtype)
     if kernel == "reference":
@@ -62,17 +64,29 @@ def compare(got: tuple[Tensor, ...], want: tuple[Tensor, ...], *, bits: int, see
 
 CASES = [
     Case(
-        name := f"{grid}-{bits} bits, {width}x{rows}, {tokens} tokens, {str(dtype)[6:]}, seed {seed}",
-        partial(run, name=name, width=width, rows=rows, tokens=tokens, bits=bits, grid=grid, dtype=dtype, seed=seed),
+        name := f"{grid}-{bits} bits by {group}, {width}x{rows}, {tokens} tokens, {str(dtype)[6:]}, seed {seed}",
+        partial(
+            run,
+            name=name,
+            width=width,
+            rows=rows,
+            tokens=tokens,
+            bits=bits,
+            grid=grid,
+            group=group,
+            dtype=dtype,
+            seed=seed,
+        ),
         partial(compare, bits=bits, seed=seed),
     )
     for grid in GRIDS
     for bits in (2, 3, 4, 8)
-    for width, rows in SHAPES
-    for tokens, dtype, seed in (
-        (1, torch.float32, None),
-        (3, torch.float32, None),
-        (5, torch.float32, 7),
-        (9, torch.bfloat16, 0),
+    for number, (width, rows) in enumerate(SHAPES)
+    for tokens, dtype, seed, group in (
+        (1, torch.float32, None, 128),
+        (3, torch.float32, None, GROUPS[number % len(GROUPS)]),
+        (2, torch.bfloat16, 3, 128),
+        (5, torch.float32, 7, 128),
+        (9, torch.bfloat16, 0, 128),
     )
 ]

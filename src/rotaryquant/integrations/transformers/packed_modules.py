@@ -9,11 +9,14 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import GELUTanh, SiLUActivation
+from transformers.integrations.moe import _default_apply_gate
 
 from rotaryquant.errors import UnsupportedModelError
 from rotaryquant.formats.weight import WeightFormat
 from rotaryquant.models.roles import INPUTS, SCALE, UP_INPUTS
 from rotaryquant.ops.dequant_matmul import dequant_matmul, dequantize
+from rotaryquant.ops.expert_matmul import Gate, expert_matmul
 from rotaryquant.ops.weights import PackedWeight, WeightCodec, rotate_inputs
 
 
@@ -153,12 +156,33 @@ class PackedExperts(PackedModule):
         for name, parameter in source.named_parameters(recurse=False):
             self._add(name, tuple(parameter.shape), forms[name])
         self._first = next(name for name in self._IN if name in forms)
+        self._between = Gate(self._gated, self._fused() if self.has_gate else None)
+
+    def _gated(self, up: Tensor) -> Tensor:
+        """What the second product takes of what the first one gives."""
+        return self._gate(self, up) if self.has_gate else self.act_fn(up)
+
+    def _fused(self) -> str | None:
+        """The name of the activation, where the class gates as most do: activation(first half) · second half."""
+        if self._gate is not _default_apply_gate:
+            return None
+        if isinstance(self.act_fn, nn.SiLU | SiLUActivation):
+            return "silu"
+        tanh = isinstance(self.act_fn, GELUTanh) or getattr(self.act_fn, "approximate", None) == "tanh"
+        return "gelu_tanh" if tanh else None
 
     def _inputs_of(self, name: str) -> str:
         return super()._inputs_of(name) if name == self._OUT else UP_INPUTS[1:]
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens [tokens, hidden], their experts [tokens, k] and weights, to [tokens, hidden]."""
+        if self.factors(self._OUT) is not None:
+            return self._one_by_one(hidden, top_k_index, top_k_weights)
+        first, second = self.packed(self._first), self.packed(self._OUT)
+        return expert_matmul(hidden, top_k_index, top_k_weights, first, second, self._between)
+
+    def _one_by_one(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The same where inputs of each expert's second product have factors of their own."""
         out = torch.zeros_like(hidden, dtype=torch.float32)
         inputs = self.multiplied(self._first, hidden)
         first, second = self.packed(self._first), self.packed(self._OUT)
@@ -166,8 +190,7 @@ class PackedExperts(PackedModule):
             if expert >= self.num_experts:  # a sentinel: the expert is elsewhere
                 continue
             token, place = torch.where(top_k_index == expert)
-            up = dequant_matmul(inputs[token], first[expert]).to(hidden.dtype)
-            inner = self._gate(self, up) if self.has_gate else self.act_fn(up)
+            inner = self._gated(dequant_matmul(inputs[token], first[expert]).to(hidden.dtype))
             down = dequant_matmul(self.multiplied(self._OUT, inner, expert), second[expert])
             out.index_add_(0, token, down.float() * top_k_weights[token, place, None].float())
         return out.to(hidden.dtype)

@@ -10,11 +10,11 @@ def search(
     levels_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     circles: tl.tensor,
-    CLASSES: tl.constexpr,  # noqa: N803
-    CODES: tl.constexpr,  # noqa: N803
-    CLASS_BITS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    CLASSES: tl.constexpr,
+    CODES: tl.constexpr,
+    CLASS_BITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     """Codes of BLOCK circles of COLUMNS values; all pointers to int64, rows one behind the other."""
     circle = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

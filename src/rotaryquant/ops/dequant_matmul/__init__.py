@@ -5,14 +5,14 @@ from torch import Tensor
 from rotaryquant.ops import dispatch
 from rotaryquant.ops.weights import PackedWeight
 
-KERNELS = ("cpu", "reference")
+KERNELS = ("triton", "cpu", "reference")
 
 
 def dequant_matmul(x: Tensor, weight: PackedWeight, *, kernel: str = "auto") -> Tensor:
     """Inputs times weightᵀ; inputs are rotated as the weight is on the way.
 
     x: [..., width], any float dtype. weight: one matrix [rows, width]. Returns [..., rows] in x's dtype. A kernel may
-    round rotated inputs to integers (ops.weights.round_inputs); sums of products are fp32.
+    round rotated inputs to integers, of 8 bits (ops.weights.round_inputs) or more; sums of products are fp32.
     """
     if weight.codes.dim() != 2 or x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x {tuple(x.shape)} and a weight {weight.shape}: wanted [..., width] and [rows, width]")

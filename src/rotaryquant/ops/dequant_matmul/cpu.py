@@ -29,18 +29,23 @@ def unsupported(x: Tensor, weight: PackedWeight) -> str | None:
 def run(x: Tensor, weight: PackedWeight) -> Tensor:
     """[..., rows] in x's dtype."""
     rows, width = weight.shape
-    packed, multiply, threads = native.weight(weight), native.module().weight, torch.get_num_threads()
-    tokens = x.reshape(-1, width)
+    return multiply(x.reshape(-1, width), weight, 0).view(*x.shape[:-1], rows).to(x.dtype)
+
+
+def multiply(tokens: Tensor, weight: PackedWeight, index: int) -> Tensor:
+    """fp32 [tokens, rows] of tokens [tokens, width] and a matrix of a stack, by its index; of one matrix that is 0."""
+    rows, width = weight.shape[-2:]
+    packed, native_product, threads = native.weight(weight), native.module().weight, torch.get_num_threads()
     out = torch.empty(len(tokens), rows)
     if len(tokens) < _MANY:
         if tokens.dtype not in (torch.float32, torch.bfloat16):
             tokens = tokens.float()
-        multiply(packed, tokens.contiguous(), out, 0, 0, threads)
+        native_product(packed, tokens.contiguous(), out, index, 0, threads)
     else:
         tokens = rotate_inputs(tokens, weight.codec.format).float()
         step = max(1, _UNPACKED // width)
         for begin in range(0, rows, step):
             unpacked = torch.empty(min(step, rows - begin), width)
-            multiply(packed, None, unpacked, 0, begin, threads)
+            native_product(packed, None, unpacked, index, begin, threads)
             torch.mm(tokens, unpacked.T, out=out[:, begin : begin + step])
-    return out.view(*x.shape[:-1], rows).to(x.dtype)
+    return out
