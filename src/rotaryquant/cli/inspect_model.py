@@ -12,8 +12,8 @@ from rotaryquant.cli.sizes import show_bytes
 from rotaryquant.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rotaryquant.integrations.transformers.footprint import Footprint
     from rotaryquant.integrations.transformers.geometry import LayerGeometry
+    from rotaryquant.kv.footprint import Footprint
     from rotaryquant.weights.headers import TensorInfo
 
 _LENGTHS = (1_024, 4_096, 16_384, 32_768, 131_072)
@@ -66,8 +66,8 @@ def run(words: Sequence[str]) -> int:
     args = made.parse_args(words)
     from rotaryquant.config import parse_kv
     from rotaryquant.integrations.transformers.checkpoints import find_source, model_folder
-    from rotaryquant.integrations.transformers.footprint import Footprint
     from rotaryquant.integrations.transformers.geometry import read_geometry, text_config
+    from rotaryquant.kv.footprint import Footprint
 
     kv = parse_kv(args.kv)
     source = find_source(args.model)
