@@ -163,7 +163,7 @@ def _print(
     headers: _Headers,
     roles: list[_RoleRow],
     family: str,
-    footprint: "Footprint",
+    footprint: "Footprint[LayerGeometry]",
     limit: int,
     contexts: list[tuple[int, int, int]],
 ) -> None:
@@ -207,7 +207,7 @@ def _signed(kurtosis: float | None) -> str:
     return "-" if kurtosis is None else f"{kurtosis:+.2f}"
 
 
-def _per_token(footprint: "Footprint") -> str:
+def _per_token(footprint: "Footprint[LayerGeometry]") -> str:
     packed = f", {footprint.packed_per_token():,} once packed" if footprint.kv is not None else ""
     return f"{footprint.exact_per_token():,} at 16 bits{packed} (full-attention layers)"
 
@@ -217,7 +217,7 @@ def _as_json(
     headers: _Headers,
     roles: list[_RoleRow],
     family: str,
-    footprint: "Footprint",
+    footprint: "Footprint[LayerGeometry]",
     limit: int,
     contexts: list[tuple[int, int, int]],
 ) -> dict[str, Any]:

@@ -20,9 +20,8 @@ from rotaryquant.integrations.transformers.enable import enabled
 from rotaryquant.integrations.transformers.geometry import text_config
 from rotaryquant.integrations.transformers.session import Session
 from rotaryquant.measuring import Outcome, Progress, model_name, provenance
+from rotaryquant.planning.speed import PAYS_ABOVE
 
-#: Share of a step above which packing pays (paper, "when KV compression pays off").
-PAYS_ABOVE = 0.2
 _PARTS = ("attention", "weights", "experts", "rest")
 
 

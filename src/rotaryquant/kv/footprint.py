@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from rotaryquant.config import KVCacheConfig
 from rotaryquant.formats.kv import BLOCK
@@ -41,15 +41,18 @@ class Kept(Protocol):
         """Tokens it sees, 0 for all."""
 
 
+L = TypeVar("L", bound=Kept)
+
+
 @dataclass(frozen=True)
-class Footprint:
+class Footprint(Generic[L]):
     """What the caches of a model's layers take.
 
     layers: its geometry. kv: how full-attention layers are kept, None for 16 bits. Layers that protection gives
     8 bits are not foreseen: they show when the model runs.
     """
 
-    layers: Sequence[Kept]
+    layers: Sequence[L]
     kv: KVCacheConfig | None
 
     def exact_per_token(self) -> int:

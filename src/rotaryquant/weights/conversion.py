@@ -17,14 +17,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rotaryquant.errors import ModelFileError, UnsupportedModelError
+from rotaryquant.errors import ModelFileError
 from rotaryquant.formats import weight as formats
 from rotaryquant.formats.weight import WeightFormat
 from rotaryquant.models.roles import SCALE, Role, layer_number, roles_of
 from rotaryquant.ops.dequant_matmul import dequantize
 from rotaryquant.ops.weights import PackedWeight
 from rotaryquant.weights.headers import INDEX_NAME, SINGLE_NAME, TensorInfo, read_folder
-from rotaryquant.weights.packed_config import METHOD, PackedConfig
+from rotaryquant.weights.packed_config import METHOD, PackedConfig, refuse_transposed
 from rotaryquant.weights.recipes import Recipe, bits_of
 from rotaryquant.weights.rounding import round_matrix
 from rotaryquant.weights.shards import Entry, ShardWriter, write_whole
@@ -75,7 +75,7 @@ def plan_items(tensors: Sequence[TensorInfo], recipe: Recipe, base: PackedConfig
     one that is not of floating-point numbers, as in a checkpoint that is quantised already.
     """
     roles = roles_of(tensor.name for tensor in tensors)
-    _refuse_transposed(tensors, roles)
+    refuse_transposed(tensors, roles)
     matrices = {tensor.name: roles[tensor.name] for tensor in tensors if len(tensor.shape) in (2, 3)}
     bits, items = bits_of(recipe, matrices), []
     for tensor in sorted(tensors, key=lambda one: _order(one.name)):
@@ -89,18 +89,6 @@ def plan_items(tensors: Sequence[TensorInfo], recipe: Recipe, base: PackedConfig
             form = base.form(tensor.shape[-1], bits[tensor.name])
         items.append(Item(tensor, roles[tensor.name], form))
     return items
-
-
-def _refuse_transposed(tensors: Sequence[TensorInfo], roles: Mapping[str, Role]) -> None:
-    """Raise UnsupportedModelError where experts multiply inputs from the other side, so that rows are not of inputs."""
-    shapes = {tensor.name: tensor.shape for tensor in tensors if roles[tensor.name] is Role.ROUTED_EXPERT}
-    for name, shape in shapes.items():
-        down = shapes.get(name.replace("gate_up_proj", "down_proj"), ())
-        if name.endswith("gate_up_proj") and len(down) == 3 and (shape[1], shape[2]) == (down[2], 2 * down[1]):
-            raise UnsupportedModelError(
-                f"tensor {name!r} {list(shape)}: these experts are stored transposed, [experts, inputs, outputs], "
-                f"which packed rows cannot be; such a model cannot be quantised here yet"
-            )
 
 
 def _order(name: str) -> tuple[int, str]:
