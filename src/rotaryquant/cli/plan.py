@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rotaryquant.planning.plan import Plan
 
 _DOES_NOT_FIT = 1
+_CONTEXT = 4096
 
 
 def _speed(text: str) -> int:
@@ -38,7 +39,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         "--memory", type=parse_size, required=True, metavar="SIZE", help="what the process may take, such as 16GB"
     )
     made.add_argument(
-        "--context", type=int, default=4096, metavar="N", help="tokens of a client, answer included (default 4096)"
+        "--context",
+        type=int,
+        metavar="N",
+        help=f"tokens of a client, answer included (default {_CONTEXT}, or all that the model has positions for)",
     )
     made.add_argument("--clients", type=int, default=1, metavar="N", help="sequences at once (default 1)")
     made.add_argument(
@@ -65,10 +69,10 @@ def run(words: Sequence[str]) -> int:
     from rotaryquant.planning.speed import Rates
 
     rates = Rates.from_file(Path(args.profile)) if args.profile else None
-    request = Request(
-        args.memory, args.context, args.clients, args.kv, args.recipe, args.disk, args.link, rates
-    )  # fmt: skip
-    plan = make_plan(_checkpoint(args.model), request)
+    checkpoint = _checkpoint(args.model)
+    context = args.context if args.context is not None else min(_CONTEXT, checkpoint.decoder.limit or _CONTEXT)
+    request = Request(args.memory, context, args.clients, args.kv, args.recipe, args.disk, args.link, rates)
+    plan = make_plan(checkpoint, request)
     if args.json:
         print_json(as_json(plan))
     else:

@@ -161,12 +161,12 @@ def _rate(rate: float | None) -> str:
 def _share_lines(plan: "Plan") -> list[str]:
     from rotaryquant.planning.speed import PAYS_ABOVE
 
-    shares = ", ".join(f"{share:.0%} after {tokens:,}" for tokens, share in plan.shares.items())
+    shares = ", ".join(f"{share:.0%} at {tokens:,}" for tokens, share in plan.shares.items())
     pays = list(plan.shares.values())[-1] > PAYS_ABOVE
-    told = "a step, by this machine's rates" if plan.request.rates else "the bytes that a token reads"
+    told = "a step's time, by this machine's rates" if plan.request.rates else "the bytes a token reads"
     advice = "packing pays in time too" if pays else "packing saves memory more than time"
     return [
-        f"attention     {shares} tokens: of {told}, 16-bit cache",
+        f"attention     {shares} tokens of {told}, 16-bit cache",
         f"              {'above' if pays else 'not above'} {PAYS_ABOVE:.0%}: {advice}",
     ]
 

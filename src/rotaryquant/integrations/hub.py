@@ -6,6 +6,7 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download, hf_hub_url, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import logging
 from huggingface_hub.utils._headers import build_hf_headers
 from huggingface_hub.utils._http import get_session, hf_raise_for_status
 
@@ -42,23 +43,21 @@ def hub_checkpoint(hub_id: str) -> Checkpoint:
         raise ModelFileError(
             f"model {hub_id!r} not found: no such folder or .gguf file, and not an org/name on the hub"
         ) from error
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # its retries, which the error says in one line
     try:
         config: dict[str, Any] = json.loads(Path(hf_hub_download(hub_id, "config.json")).read_bytes())
         return checkpoint(hub_id, config, _tensors(hub_id), "safetensors")
-    except EntryNotFoundError as error:
-        name = "config.json" if "config.json" in str(error) else SINGLE_NAME
-        raise ModelFileError(
-            f"model {hub_id!r} has no {name} on the hub; name a repository that holds safetensors files"
-        ) from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            name = "config.json" if "config.json" in str(error) else SINGLE_NAME
+            raise ModelFileError(
+                f"model {hub_id!r} has no {name} on the hub; name a repository that holds safetensors files"
+            ) from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ModelFileError(f"model {hub_id!r} is not here and cannot be fetched: {reason}; {_WAYS}") from error
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] not in ("httpx", "httpcore"):
-            raise
-        raise ModelFileError(
-            f"model {hub_id!r} is not here and cannot be fetched: {type(error).__name__}; {_WAYS}"
-        ) from error
+    finally:
+        logging.set_verbosity(before)
 
 
 def _tensors(hub_id: str) -> list[TensorInfo]:
@@ -88,15 +87,20 @@ def _range(url: str, begin: int, count: int) -> tuple[bytes, int]:
     Raises ModelFileError where the server would send all of it instead: nothing of that is read.
     """
     headers = {**build_hf_headers(), "Range": f"bytes={begin}-{begin + count - 1}"}
-    with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
-        if response.status_code != _PARTIAL_CONTENT:
-            hf_raise_for_status(response)
-            raise ModelFileError(
-                f"{url}: the server sends whole files only, not the {count} bytes of a header; download the model and "
-                f"give its folder"
-            )
-        data = response.read()
-        size = int(response.headers.get("Content-Range", "").rpartition("/")[2] or 0)
+    try:
+        with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
+            if response.status_code != _PARTIAL_CONTENT:
+                hf_raise_for_status(response)
+                raise ModelFileError(
+                    f"{url}: the server sends whole files only, not the {count} bytes of a header; download the model "
+                    f"and give its folder"
+                )
+            data = response.read()
+            size = int(response.headers.get("Content-Range", "").rpartition("/")[2] or 0)
+    except Exception as error:
+        if not type(error).__module__.startswith("httpx"):  # its name changes with versions of the hub's client
+            raise
+        raise OSError(f"{type(error).__name__}: {error}") from error
     if len(data) != count:
         raise ModelFileError(f"{url}: asked for {count} bytes, got {len(data)}; try again")
     return data, size
