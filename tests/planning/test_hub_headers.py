@@ -1,4 +1,4 @@
-"""A model on the hub: only headers are asked for, and what cannot be had is one line. A local server stands in for it."""
+"""A model on the hub: only headers are asked for, and what cannot be had is one line. A local server stands in."""
 
 import json
 import subprocess

@@ -101,7 +101,7 @@ def test_the_mix_of_four_two_and_eight_bits(name: str) -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_recipe_takes_a_little_less_than_that_mix(name: str) -> None:
-    """Its scales are one bf16 for 128 weights, an eighth of a bit, where the table has a quarter (a scale and a zero)."""
+    """Its scales are one bf16 for 128 weights, an eighth of a bit, the table's a quarter (scale and zero)."""
     weights = weights_of(name, "role-4-2-8")
     assert 0.93 < weights.total / 1e9 / MIXES[name][0] < 1.0
     for row in weights.roles:
@@ -181,8 +181,10 @@ def test_nothing_is_paged_below_one_token_cycle() -> None:
 
 
 def plan_of(name: str, **fields: object) -> object:
-    asked = {"memory": 16 * 10**9, "context": 32_768, "clients": 1, "kv": "iso3", "recipe": "role-4-2-8", "disk": 3 * 10**9,
-             "link": 24 * 10**9, **fields}  # fmt: skip
+    asked = {
+        "memory": 16 * 10**9, "context": 32_768, "clients": 1, "kv": "iso3", "recipe": "role-4-2-8",
+        "disk": 3 * 10**9, "link": 24 * 10**9, **fields,
+    }  # fmt: skip
     return make_plan(checkpoint_of(name), Request(**asked))  # type: ignore[arg-type]
 
 

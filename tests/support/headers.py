@@ -22,7 +22,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def tensors_of(config: dict[str, Any]) -> list[TensorInfo]:
-    """Tensors of a decoder in bf16, routers' biases and states' decays in fp32; experts one by one, as files have them."""
+    """Tensors of a decoder, all in bf16; experts one by one, as files have them."""
     text = config.get("text_config", config)
     fields = {name: value for name, value in text.items() if name != "model_type"}
     made = AutoConfig.for_model(text["model_type"], **fields)

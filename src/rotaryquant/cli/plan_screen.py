@@ -123,7 +123,7 @@ def _kv_lines(plan: "Plan") -> list[str]:
         enough = plan.memory.needed - kv.transient <= request.memory
         lines.append(
             f"deferred      {show_bytes(kv.transient)} more while a prompt of {request.context:,} tokens is read: "
-            f"stream it (prefill=streaming){'' if enough else ', though that is not enough'}"
+            f"stream it (prefill=streaming){'' if enough else '; not enough alone'}"
         )
     return lines
 
@@ -149,6 +149,8 @@ def _expert_lines(plan: "Plan") -> list[str]:
         f"              {_rate(paging.disk)} at {show_bytes(request.disk)}/s (--disk), {_rate(paging.link)} at "
         f"{show_bytes(request.link)}/s (--link)"
     )
+    if plan.fits_paged and plan.paged_needed is not None:
+        lines.append(f"              (with no more in memory than one token goes to: {show_bytes(plan.paged_needed)})")
     if not PAGING_RUNS:
         lines.append("              this version keeps all experts in memory: a ceiling to plan by, not to run at")
     return lines

@@ -1,7 +1,7 @@
-"""What the parts of a decode step cost on this machine, from two small random models: rates for `rotaryquant plan`.
+"""What the parts of a decode step cost on this machine, from three small random models: rates for `rotaryquant plan`.
 
-Time of a part is taken as a fixed cost a call and a cost a byte: with two models of other widths and three depths there
-are more samples than unknowns, which are fitted so that relative errors are least. Parts are those of `eval profile`.
+Time of a part is taken as a fixed cost a call and a cost a byte: with models of other widths and three depths there are
+more samples than unknowns, which are fitted so that relative errors are least. Parts are those of `eval profile`.
 """
 
 import argparse
@@ -24,19 +24,29 @@ from rotaryquant.planning.speed import Rates
 _DEPTHS = (256, 1024, 4096)
 _LAYERS, _EXPERTS, _VOCABULARY = 6, 16, 8192
 
-#: Hidden size, query heads, KV heads, head width, width of an expert, experts of a token.
-_MODELS = ((512, 8, 2, 128, 128, 4), (1024, 16, 4, 64, 512, 2))
+#: Hidden size, query heads, KV heads, head width, width of an expert or of the MLP, experts of a token (0: no experts).
+_MODELS = ((512, 8, 2, 128, 128, 4), (1024, 16, 4, 64, 512, 2), (512, 8, 2, 64, 1536, 0))
+_Shape = tuple[int, int, int, int, int, int]
 
 
-def _model(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype) -> Loaded:
-    """A random model of routed experts. shape: as of `_MODELS`."""
+def _model(shape: _Shape, dtype: torch.dtype) -> Loaded:
+    """A random model, with routed experts or without."""
     hidden, heads, kv_heads, width, inner, per_token = shape
     fields: dict[str, Any] = {
         "vocab_size": _VOCABULARY, "hidden_size": hidden, "num_hidden_layers": _LAYERS, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "head_dim": width, "num_experts": _EXPERTS, "num_experts_per_tok": per_token,
-        "moe_intermediate_size": inner, "max_position_embeddings": 2 * max(_DEPTHS), "tie_word_embeddings": True,
+        "num_key_value_heads": kv_heads, "head_dim": width, "max_position_embeddings": 2 * max(_DEPTHS),
+        "tie_word_embeddings": True,
     }  # fmt: skip
-    model: Any = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**fields))
+    model: Any
+    if per_token:
+        experts: dict[str, Any] = {
+            "num_experts": _EXPERTS,
+            "num_experts_per_tok": per_token,
+            "moe_intermediate_size": inner,
+        }
+        model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**fields, **experts))
+    else:
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**fields, intermediate_size=inner))
     return Loaded(f"random {hidden}", Path(), model.to(dtype).eval(), cast("Any", None))  # nothing here reads text
 
 
@@ -93,22 +103,30 @@ _NAMES = ("attention", "weights", "experts", "rest")
 
 def measured(steps: int, dtype: torch.dtype, progress: Progress) -> tuple[Rates, list[dict[str, Any]]]:
     """Rates, and the milliseconds that they are fitted to."""
-    size = dtype.itemsize
     samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in _NAMES}
+    rest: dict[bool, list[float]] = {True: [], False: []}
     rows = []
     for shape in _MODELS:
-        hidden, heads, kv_heads, width, inner, per_token = shape
-        loaded = _model(shape, dtype)
+        loaded, routed = _model(shape, dtype), shape[-1] > 0
         generator = torch.Generator().manual_seed(0)
         for depth in _DEPTHS:
             ids = torch.randint(_VOCABULARY, (depth,), generator=generator).tolist()
             times = measure(loaded, ids, {"fp16": None}, steps, progress)["fp16"]
-            rows.append({"hidden": hidden, "depth": depth, **times})
-            dense = _LAYERS * 2 * hidden * width * (heads + kv_heads) + hidden * _VOCABULARY
-            samples["attention"].append((_LAYERS, _LAYERS * heads * 2 * width * depth * size, times["attention"] / 1e3))
-            samples["weights"].append((4 * _LAYERS + 1, dense * size, times["weights"] / 1e3))
-            expert = per_token * 3 * hidden * inner * size
-            samples["experts"].append((_LAYERS, _LAYERS * expert, times["experts"] / 1e3))
-            samples["rest"].append((_LAYERS, 0.0, times["rest"] / 1e3))
-    rest = float(np.median([seconds / calls for calls, _, seconds in samples["rest"]]))
-    return Rates(*fit(samples["attention"]), *fit(samples["weights"]), *fit(samples["experts"]), rest), rows
+            rows.append({"hidden": shape[0], "experts_per_token": shape[-1], "depth": depth, **times})
+            for name, (calls, count) in _work(shape, depth).items():
+                samples[name].append((calls, count * dtype.itemsize, times[name] / 1e3))
+            rest[routed].append(times["rest"] / 1e3 / _LAYERS)
+    plain, chosen = (float(np.median(rest[routed])) for routed in (False, True))
+    costs = *fit(samples["attention"]), *fit(samples["weights"]), *fit(samples["experts"])
+    return Rates(*costs, plain, max(0.0, chosen - plain)), rows
+
+
+def _work(shape: _Shape, depth: int) -> dict[str, tuple[int, int]]:
+    """Calls and values read in each part of a step."""
+    hidden, heads, kv_heads, width, inner, per_token = shape
+    dense = _LAYERS * 2 * hidden * width * (heads + kv_heads) + hidden * _VOCABULARY
+    found = {"attention": (_LAYERS, _LAYERS * heads * 2 * width * depth)}
+    if per_token:
+        experts = _LAYERS * per_token * 3 * hidden * inner
+        return found | {"weights": (4 * _LAYERS + 1, dense), "experts": (_LAYERS, experts)}
+    return found | {"weights": (7 * _LAYERS + 1, dense + _LAYERS * 3 * hidden * inner)}

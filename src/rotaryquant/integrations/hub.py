@@ -44,7 +44,7 @@ def hub_checkpoint(hub_id: str) -> Checkpoint:
             f"model {hub_id!r} not found: no such folder or .gguf file, and not an org/name on the hub"
         ) from error
     before = logging.get_verbosity()
-    logging.set_verbosity_error()  # its retries, which the error says in one line
+    logging.set_verbosity(40)  # errors alone, not retries, which the error sums up in one line
     try:
         config: dict[str, Any] = json.loads(Path(hf_hub_download(hub_id, "config.json")).read_bytes())
         return checkpoint(hub_id, config, _tensors(hub_id), "safetensors")

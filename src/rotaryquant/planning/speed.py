@@ -29,7 +29,7 @@ class Rates:
     attention_layer: of a layer's attention before it reads anything. attention_byte: for each byte of keys and values
     that a query head reads. matrix: of a product with a matrix before it reads anything. weight_byte: for each of its
     bytes. experts_layer, expert_byte: the same for a layer of routed experts. rest_layer: of a layer outside of all
-    these.
+    these. routing_layer: more of that where there are experts to choose from.
     """
 
     attention_layer: float
@@ -39,6 +39,7 @@ class Rates:
     experts_layer: float
     expert_byte: float
     rest_layer: float
+    routing_layer: float
 
     def as_dict(self) -> dict[str, float]:
         """Plain values for JSON."""
@@ -53,8 +54,8 @@ class Rates:
             found = cls(**{one.name: float(data[one.name]) for one in fields(cls)})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"--profile {path}: no rates of a machine ({error!r}); {again}") from error
-        if min(found.as_dict().values()) < 0 or found.attention_byte == 0:
-            raise ConfigError(f"--profile {path}: a rate is not above 0; {again}")
+        if min(found.as_dict().values()) < 0 or not any(found.as_dict().values()):
+            raise ConfigError(f"--profile {path}: a rate is below 0, or all are 0; {again}")
         return found
 
 
@@ -80,5 +81,5 @@ def attention_share(decoder: Decoder, weights: Weights, tokens: int, rates: Rate
     matrices = weights.matrices - (0 if decoder.tied else 1)  # an embedding is looked up, not multiplied
     dense = matrices * rates.matrix + rates.weight_byte * (weights.read - weights.cycle)
     experts = weights.moe_layers * rates.experts_layer + rates.expert_byte * weights.cycle
-    rest = len(decoder.layers) * rates.rest_layer
+    rest = len(decoder.layers) * rates.rest_layer + weights.moe_layers * rates.routing_layer
     return attention / (attention + dense + experts + rest)
