@@ -180,11 +180,12 @@ def test_chunks_are_those_of_a_session() -> None:
     assert memories.CHUNK == SESSION_CHUNK
 
 
-@pytest.mark.assets("models/glm4moe-70m")
+@pytest.mark.assets("models/glm4moe-70m", "data/wikitext-2/test.txt")
 def test_the_peak_of_a_real_run_is_foretold(run: Run) -> None:
     folder = str(asset("models/glm4moe-70m"))
     code = "import sys; from rotaryquant.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    words = ["generate", folder, "--prompt", "one two three " * 150, "--raw", "--max-tokens", "8", "--threads", "1"]
+    prompt = asset("data/wikitext-2/test.txt").read_text(encoding="utf-8")[:3000]  # words that repeat take less
+    words = ["generate", folder, "--prompt", prompt, "--raw", "--max-tokens", "8", "--threads", "1"]
     done = subprocess.run([sys.executable, "-c", code, *words, "--json"], capture_output=True, text=True, check=True)
     made = json.loads(done.stdout)
     tokens = made["usage"]["prompt_tokens"] + made["usage"]["completion_tokens"]
