@@ -57,10 +57,10 @@ class Figures:
 def measure(llm: "LLM", stream: "TextStream") -> Figures:
     """Figures after an answer."""
     from rotaryquant.integrations.transformers.cache import PackedCache
-    from rotaryquant.integrations.transformers.footprint import Footprint
     from rotaryquant.integrations.transformers.geometry import read_geometry
     from rotaryquant.integrations.transformers.report import layer_bits
     from rotaryquant.kv import accounting
+    from rotaryquant.kv.footprint import Footprint
     from rotaryquant.kv.tail import packing_starts
 
     usage, cache, tokens = stream.usage, llm.session.cache, len(llm.session.tokens)

@@ -22,6 +22,14 @@ def parse_size(text: str) -> int:
     return round(float(match[1]) * _UNITS[match[2]])
 
 
+def parse_speed(text: str) -> float:
+    """Bytes per second of a speed such as 3GB/s. Raises argparse.ArgumentTypeError for anything else."""
+    size, per, second = text.strip().partition("/")
+    if (per, second) != ("/", "s"):
+        raise argparse.ArgumentTypeError(f"speed {text!r} must be a size per second, such as 3GB/s")
+    return float(parse_size(size))
+
+
 def show_bytes(count: float) -> str:
     """A byte count with a decimal unit, three digits or more: 22.9 KB, 1.21 GB."""
     units = ["B", "KB", "MB", "GB", "TB"]

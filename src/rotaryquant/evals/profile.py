@@ -5,7 +5,7 @@ The advice is the paper's: packing pays where attention takes more than a fifth 
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -38,36 +38,35 @@ def part_of(name: str, module: nn.Module) -> str | None:
     return "attention" if "Attention" in type(module).__name__ else None
 
 
-def _now(device: torch.device) -> float:
-    """Seconds, once all that an accelerator was given to do is done."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()
-
-
 class _Watch:
-    """Time of nested modules, each without what its watched children take. device: where they run."""
+    """Time of nested modules, each without what its watched children take. device: where they run. clock: seconds."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self.spent: dict[str, float] = {}
-        self._device = device
+        self._device, self._clock = device, clock
         self._open: list[list[float]] = []  # start, and what children took
 
+    def _now(self) -> float:
+        """Seconds, once all that an accelerator was given to do is done."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return self._clock()
+
     def enter(self) -> None:
-        self._open.append([_now(self._device), 0.0])
+        self._open.append([self._now(), 0.0])
 
     def leave(self, part: str) -> None:
         start, inside = self._open.pop()
-        taken = _now(self._device) - start
+        taken = self._now() - start
         self.spent[part] = self.spent.get(part, 0.0) + taken - inside
         if self._open:
             self._open[-1][1] += taken
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[_Watch]:
+def watched(model: nn.Module, clock: Callable[[], float] = time.perf_counter) -> Iterator[_Watch]:
     """Time the model's parts for the length of a `with` block. An accelerator is waited for at each of their ends."""
-    watch, handles = _Watch(next(model.parameters()).device), []
+    watch, handles = _Watch(next(model.parameters()).device, clock), []
     for name, module in model.named_modules():
         part = part_of(name, module)
         if part is None or (part == "weights" and ".experts." in f".{name}."):
@@ -82,10 +81,16 @@ def watched(model: nn.Module) -> Iterator[_Watch]:
 
 
 def measure(
-    loaded: Loaded, ids: list[int], specs: Mapping[str, KVCacheConfig | None], steps: int, progress: Progress
+    loaded: Loaded,
+    ids: list[int],
+    specs: Mapping[str, KVCacheConfig | None],
+    steps: int,
+    progress: Progress,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of a step after a prompt and of its parts, for each cache: of `steps` greedy ones, which the caches
     take in turns, the one in the middle by time. One step before them is not timed. The parts add up to the step.
+    clock: in seconds; that of the process tells of one thread what others on the machine do not change.
     """
     sessions: dict[str, Session] = {}
     tokens: dict[str, int] = {}
@@ -96,15 +101,15 @@ def measure(
             assert logits is not None
             tokens[name] = int(sessions[name].step(int(logits.argmax())).argmax())
     found: dict[str, list[tuple[float, dict[str, float]]]] = {name: [] for name in specs}
-    with watched(loaded.model) as watch:
+    with watched(loaded.model, clock) as watch:
         for number in range(steps):
             progress(f"step {number + 1} of {steps} after {len(ids):,} tokens", number / steps)
             for name, kv in specs.items():
                 with enabled(loaded.model, kv) if kv is not None else nullcontext():
                     watch.spent.clear()
-                    start = time.perf_counter()
+                    start = clock()
                     tokens[name] = int(sessions[name].step(tokens[name]).argmax())  # which waits for the device
-                    step, spent = time.perf_counter() - start, dict(watch.spent)
+                    step, spent = clock() - start, dict(watch.spent)
                 found[name].append((step, {**spent, "rest": step - sum(spent.values())}))
     result = {}
     for name, samples in found.items():
