@@ -10,11 +10,11 @@ import torch
 
 from rotaryquant.config import KVCacheConfig, parse_kv
 from rotaryquant.errors import ConfigError
+from rotaryquant.integrations.sources import name_of
 from rotaryquant.integrations.transformers.checkpoints import (
     Loaded,
     load_folder,
     model_folder,
-    name_of,
     parse_device,
     parse_dtype,
 )

@@ -20,11 +20,11 @@ from rotaryquant.formats.calibration import Calibration, read_calibration, write
 from rotaryquant.formats.fit import balanced
 from rotaryquant.integrations.transformers.cache_file import load_cache, save_cache
 from rotaryquant.integrations.transformers.checkpoints import Loaded
-from rotaryquant.integrations.transformers.footprint import Footprint
 from rotaryquant.integrations.transformers.output_projection import output_projection
 from rotaryquant.integrations.transformers.report import layer_bits
 from rotaryquant.integrations.transformers.rope import even_positions
 from rotaryquant.kv.accounting import bits_per_value
+from rotaryquant.kv.footprint import Footprint
 from support.commands import Run
 from support.models import random_tokens, relative_error
 from support.progress import Told

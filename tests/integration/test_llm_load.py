@@ -9,8 +9,8 @@ import pytest
 from transformers.cache_utils import DynamicCache
 
 from rotaryquant.errors import ConfigError
+from rotaryquant.integrations.sources import embedded_folder
 from rotaryquant.integrations.transformers.cache import PackedCache
-from rotaryquant.integrations.transformers.checkpoints import embedded_folder
 from rotaryquant.llm import LLM
 from rotaryquant.models.roles import Part, parts_of
 from rotaryquant.weights.headers import read_folder

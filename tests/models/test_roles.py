@@ -50,6 +50,8 @@ def test_every_tensor_of_a_family_has_a_role_in_its_file_and_in_its_modules(fami
 NAMES = {
     "model.layers.1.mlp.gate.weight": Role.ROUTER,
     "model.layers.1.mlp.gate_proj.weight": Role.DENSE_MLP,
+    "backbone.layers.1.mixer.out_proj.weight": Role.STATE_SPACE,
+    "backbone.layers.1.mixer.o_proj.weight": Role.ATTENTION,
     "model.layers.1.router.weight": Role.ROUTER,
     "model.layers.1.router.proj.weight": Role.ROUTER,
     "model.layers.1.block_sparse_moe.gate.weight": Role.ROUTER,

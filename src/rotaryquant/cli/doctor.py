@@ -168,7 +168,7 @@ def _default_model() -> Finding:
     if _installed("transformers") is None or _installed("huggingface_hub") is None:
         return Finding("default model", "fail", "needs transformers", f"run `{_INSTALL_EXTRA}`")
     from rotaryquant.errors import ModelFileError
-    from rotaryquant.integrations.transformers.checkpoints import EMBEDDED, embedded_folder
+    from rotaryquant.integrations.sources import EMBEDDED, embedded_folder
     from rotaryquant.weights.headers import read_folder
 
     try:

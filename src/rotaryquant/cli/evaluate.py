@@ -18,6 +18,7 @@ EVAL = Kind(
         "needle": "facts retrieved from a packed context: depths by lengths, judged against 16 bits",
         "ruler": "tasks after RULER on a packed context: keys, values, queries, chains, common words",
         "profile": "where a decode step's time goes, and whether packing pays",
+        "rates": "what the parts of a step cost on this machine, for `plan --profile`",
         "stability": "perplexity and speed over full reloads of a model",
         "soak": "hours of conversations: memory, failures, drift",
         "gate": "whether a model with this cache may go out: twelve answers judged against the 16-bit ones",

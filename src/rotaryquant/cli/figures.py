@@ -1,8 +1,10 @@
 """What a run took, measured: the figures behind the table and the JSON of `generate` and `chat`."""
 
+import re
 import resource
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rotaryquant.cli.sizes import show_bytes
@@ -16,7 +18,13 @@ _EXACT_BITS = 16
 
 
 def peak_memory() -> int:
-    """Largest resident size of this process so far, in bytes."""
+    """Largest resident size of this process so far, in bytes.
+
+    On Linux as /proc has it: `ru_maxrss` begins with the size of the process that started this one.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file() and (found := re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(), re.M)):
+        return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
@@ -57,10 +65,10 @@ class Figures:
 def measure(llm: "LLM", stream: "TextStream") -> Figures:
     """Figures after an answer."""
     from rotaryquant.integrations.transformers.cache import PackedCache
-    from rotaryquant.integrations.transformers.footprint import Footprint
     from rotaryquant.integrations.transformers.geometry import read_geometry
     from rotaryquant.integrations.transformers.report import layer_bits
     from rotaryquant.kv import accounting
+    from rotaryquant.kv.footprint import Footprint
     from rotaryquant.kv.tail import packing_starts
 
     usage, cache, tokens = stream.usage, llm.session.cache, len(llm.session.tokens)

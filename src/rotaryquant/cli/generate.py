@@ -133,8 +133,8 @@ class Budget:
 
     def check(self, config: Any, prompt_tokens: int) -> None:
         """Refuse a prompt and answer that do not fit. Raises ConfigError naming the numbers."""
-        from rotaryquant.integrations.transformers.footprint import Footprint
         from rotaryquant.integrations.transformers.geometry import read_geometry, text_config
+        from rotaryquant.kv.footprint import Footprint
 
         footprint = Footprint(read_geometry(text_config(config)), self.kv)
         tokens = prompt_tokens + self.max_tokens

@@ -12,8 +12,8 @@ from rotaryquant.cli.sizes import show_bytes
 from rotaryquant.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rotaryquant.integrations.transformers.footprint import Footprint
     from rotaryquant.integrations.transformers.geometry import LayerGeometry
+    from rotaryquant.kv.footprint import Footprint
     from rotaryquant.weights.headers import TensorInfo
 
 _LENGTHS = (1_024, 4_096, 16_384, 32_768, 131_072)
@@ -65,9 +65,10 @@ def run(words: Sequence[str]) -> int:
     )
     args = made.parse_args(words)
     from rotaryquant.config import parse_kv
-    from rotaryquant.integrations.transformers.checkpoints import find_source, model_folder
-    from rotaryquant.integrations.transformers.footprint import Footprint
+    from rotaryquant.integrations.sources import find_source
+    from rotaryquant.integrations.transformers.checkpoints import model_folder
     from rotaryquant.integrations.transformers.geometry import read_geometry, text_config
+    from rotaryquant.kv.footprint import Footprint
 
     kv = parse_kv(args.kv)
     source = find_source(args.model)
@@ -161,7 +162,7 @@ def _print(
     headers: _Headers,
     roles: list[_RoleRow],
     family: str,
-    footprint: "Footprint",
+    footprint: "Footprint[LayerGeometry]",
     limit: int,
     contexts: list[tuple[int, int, int]],
 ) -> None:
@@ -205,7 +206,7 @@ def _signed(kurtosis: float | None) -> str:
     return "-" if kurtosis is None else f"{kurtosis:+.2f}"
 
 
-def _per_token(footprint: "Footprint") -> str:
+def _per_token(footprint: "Footprint[LayerGeometry]") -> str:
     packed = f", {footprint.packed_per_token():,} once packed" if footprint.kv is not None else ""
     return f"{footprint.exact_per_token():,} at 16 bits{packed} (full-attention layers)"
 
@@ -215,7 +216,7 @@ def _as_json(
     headers: _Headers,
     roles: list[_RoleRow],
     family: str,
-    footprint: "Footprint",
+    footprint: "Footprint[LayerGeometry]",
     limit: int,
     contexts: list[tuple[int, int, int]],
 ) -> dict[str, Any]:

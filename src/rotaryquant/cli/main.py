@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": ("generate", "answer one prompt and report what the KV cache took"),
     "chat": ("chat", "talk to a model"),
     "inspect": ("inspect_model", "layers and KV bytes of a model, from its headers alone"),
+    "plan": ("plan", "whether a model fits, what it costs and what to change, from headers alone"),
     "kernels": ("kernels", "which kernels can run here, and why others cannot"),
     "doctor": ("doctor", "check this installation and say how to mend it"),
     "quantize": ("quantize", "write a checkpoint with packed weights"),

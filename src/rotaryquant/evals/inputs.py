@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from rotaryquant.errors import ConfigError
-from rotaryquant.integrations.transformers.checkpoints import Loaded, load_folder, model_folder, name_of
+from rotaryquant.integrations.sources import name_of
+from rotaryquant.integrations.transformers.checkpoints import Loaded, load_folder, model_folder
 from rotaryquant.measuring import read_text as read_text
 
 

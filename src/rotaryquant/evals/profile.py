@@ -20,9 +20,8 @@ from rotaryquant.integrations.transformers.enable import enabled
 from rotaryquant.integrations.transformers.geometry import text_config
 from rotaryquant.integrations.transformers.session import Session
 from rotaryquant.measuring import Outcome, Progress, model_name, provenance
+from rotaryquant.planning.speed import PAYS_ABOVE
 
-#: Share of a step above which packing pays (paper, "when KV compression pays off").
-PAYS_ABOVE = 0.2
 _PARTS = ("attention", "weights", "experts", "rest")
 
 
@@ -39,9 +38,14 @@ def part_of(name: str, module: nn.Module) -> str | None:
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, once all that an accelerator was given to do is done."""
+    """Seconds, once all that an accelerator was given to do is done.
+
+    On a CPU with one thread they are those of this process: what others do on the machine is then no part of a step.
+    """
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+    elif torch.get_num_threads() == 1:
+        return time.process_time()
     return time.perf_counter()
 
 
@@ -102,9 +106,9 @@ def measure(
             for name, kv in specs.items():
                 with enabled(loaded.model, kv) if kv is not None else nullcontext():
                     watch.spent.clear()
-                    start = time.perf_counter()
+                    start = _now(loaded.model.device)
                     tokens[name] = int(sessions[name].step(tokens[name]).argmax())  # which waits for the device
-                    step, spent = time.perf_counter() - start, dict(watch.spent)
+                    step, spent = _now(loaded.model.device) - start, dict(watch.spent)
                 found[name].append((step, {**spent, "rest": step - sum(spent.values())}))
     result = {}
     for name, samples in found.items():

@@ -24,8 +24,9 @@ from transformers import DynamicCache
 from rotaryquant.config import parse_kv
 from rotaryquant.counters import Counters
 from rotaryquant.errors import ConfigError
+from rotaryquant.integrations.sources import name_of
 from rotaryquant.integrations.transformers.cache import PackedCache
-from rotaryquant.integrations.transformers.checkpoints import load_folder, model_folder, name_of, parse_device
+from rotaryquant.integrations.transformers.checkpoints import load_folder, model_folder, parse_device
 from rotaryquant.integrations.transformers.chunks import still_chunks
 from rotaryquant.integrations.transformers.detokenize import StopText, StreamDecoder
 from rotaryquant.integrations.transformers.enable import enable

@@ -9,6 +9,15 @@ from dataclasses import dataclass, field
 from rotaryquant.formats.kv import BLOCK, STRIP
 
 
+def slab_blocks(first_blocks: int) -> int:
+    """Blocks in each slab, the grain in which memory is taken, for a cache that starts with `first_blocks`.
+
+    A quarter of what is stored first bounds the slack; at least 2 and at most 32 blocks (256 to 4,096 positions)
+    bound the number of slabs and a short cache's waste.
+    """
+    return max(2, min(32, first_blocks // 4))
+
+
 @dataclass
 class Row:
     """One sequence of a batch.

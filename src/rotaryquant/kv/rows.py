@@ -6,8 +6,8 @@ from torch import Tensor
 from rotaryquant.errors import NonFiniteError
 from rotaryquant.formats.fit import Fit
 from rotaryquant.formats.kv import BLOCK, STRIP, StreamFormat
-from rotaryquant.kv.blocks import BlockPool, Row
-from rotaryquant.kv.store import StreamStore, slab_blocks
+from rotaryquant.kv.blocks import BlockPool, Row, slab_blocks
+from rotaryquant.kv.store import StreamStore
 
 
 class PackedRows:

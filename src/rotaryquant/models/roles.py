@@ -95,7 +95,8 @@ _IN_LAYER: tuple[tuple[Role, str], ...] = (
     (Role.ROUTED_EXPERT, rf"(?:{_BLOCK}\.)?experts{re.escape(UP_INPUTS)}"),
     (Role.SHARED_EXPERT, rf"(?:{_BLOCK}\.)?(?:shared_experts?|shared_mlp)\.{_MLP}\.weight"),
     (Role.LATENT_ATTENTION, r"self_attn\.(?:q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj)\.weight"),
-    (Role.ATTENTION, r"(?:self_attn|attention|mixer|attn)\.(?:q|k|v|o|qkv|out|c)_proj\.weight"),
+    (Role.ATTENTION, r"(?:self_attn|attention|attn)\.(?:q|k|v|o|qkv|out|c)_proj\.weight"),
+    (Role.ATTENTION, r"mixer\.(?:q|k|v|o)_proj\.weight"),  # its out_proj is Mamba's
     (Role.STATE_SPACE, r"(?:linear_attn|mamba|mixer|conv)\.(?:in_proj(?:_qkvz|_qkv|_z)?|out_proj)\.weight"),
     (Role.LATENT_PROJECTION, rf"{_BLOCK}\.fc[12]_latent_proj\.weight"),
     (Role.PER_LAYER_INPUT, r"per_layer_(?:input_gate|projection)\.weight"),

@@ -16,14 +16,14 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from rotaryquant.errors import ModelFileError, UnsupportedModelError
+from rotaryquant.errors import ModelFileError
 from rotaryquant.formats import weight as formats
 from rotaryquant.formats.weight import WeightFormat
-from rotaryquant.models.roles import SCALE, UP_INPUTS, Part, Role, inputs_name, layer_number, parts_of
+from rotaryquant.models.roles import SCALE, UP_INPUTS, Part, inputs_name, layer_number, parts_of
 from rotaryquant.weights.awq import SharedFactors
 from rotaryquant.weights.conversion_log import Log
 from rotaryquant.weights.headers import INDEX_NAME, SINGLE_NAME, TensorInfo, read_folder
-from rotaryquant.weights.packed_config import METHOD, PackedConfig
+from rotaryquant.weights.packed_config import METHOD, PackedConfig, refuse_transposed
 from rotaryquant.weights.recipes import ROUNDED, Place, Recipe, bits_of, by_role
 from rotaryquant.weights.sensitivity import MEASURED
 from rotaryquant.weights.shards import Entry, ShardWriter, header_bytes, write_whole
@@ -88,7 +88,7 @@ def plan_items(tensors: Sequence[TensorInfo], recipe: Recipe, base: PackedConfig
     one that is not of floating-point numbers, as in a checkpoint that is quantised already.
     """
     parts = parts_of(tensor.name for tensor in tensors)
-    _refuse_transposed(tensors, parts)
+    refuse_transposed(tensors, {name: part.role for name, part in parts.items()})
     matrices = {tensor.name: parts[tensor.name] for tensor in tensors if len(tensor.shape) in (2, 3)}
     bits, items, led = bits_of(recipe, matrices), [], set()
     for tensor in sorted(tensors, key=lambda one: _order(one.name)):
@@ -105,18 +105,6 @@ def plan_items(tensors: Sequence[TensorInfo], recipe: Recipe, base: PackedConfig
         items.append(Item(tensor, part, form, inputs, inputs not in led))
         led.add(inputs)
     return items
-
-
-def _refuse_transposed(tensors: Sequence[TensorInfo], parts: Mapping[str, Part]) -> None:
-    """Raise UnsupportedModelError where experts multiply inputs from the other side, so that rows are not of inputs."""
-    shapes = {tensor.name: tensor.shape for tensor in tensors if parts[tensor.name].role is Role.ROUTED_EXPERT}
-    for name, shape in shapes.items():
-        down = shapes.get(name.replace("gate_up_proj", "down_proj"), ())
-        if name.endswith("gate_up_proj") and len(down) == 3 and (shape[1], shape[2]) == (down[2], 2 * down[1]):
-            raise UnsupportedModelError(
-                f"tensor {name!r} {list(shape)}: these experts are stored transposed, [experts, inputs, outputs], "
-                f"which packed rows cannot be; such a model cannot be quantised here yet"
-            )
 
 
 def _order(name: str) -> tuple[int, str]:

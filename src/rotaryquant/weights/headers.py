@@ -69,15 +69,29 @@ def read_header(path: Path) -> list[TensorInfo]:
         prefix = file.read(8)
         if len(prefix) < 8:
             raise ModelFileError(f"{path}: expected at least 8 bytes of header length, found {size}; {_AGAIN}")
-        (length,) = struct.unpack("<Q", prefix)
-        if length > _MAX_HEADER:
-            raise ModelFileError(
-                f"{path}: its header claims {length} bytes, the format allows {_MAX_HEADER}; not a safetensors file"
-            )
+        length = header_length(path, prefix)
         if 8 + length > size:
             raise ModelFileError(f"{path}: expected at least {8 + length} bytes for its header, found {size}; {_AGAIN}")
         text = file.read(length)
-    tensors = _parse_header(path, text)
+    return parse_header(path, text, size)
+
+
+def header_length(path: Path, prefix: bytes) -> int:
+    """Bytes of the header that follows the first 8 of a file. Raises ModelFileError for more than the format allows."""
+    (length,) = struct.unpack("<Q", prefix)
+    if length > _MAX_HEADER:
+        raise ModelFileError(
+            f"{path}: its header claims {length} bytes, the format allows {_MAX_HEADER}; not a safetensors file"
+        )
+    return int(length)
+
+
+def parse_header(path: Path, text: bytes, size: int) -> list[TensorInfo]:
+    """Tensors of a header, in the order of their bytes. path: to name the file by. size: of the whole file.
+
+    Raises ModelFileError where text is not a header, or not one of a file of that size.
+    """
+    tensors, length = _parse_header(path, text), len(text)
     expected = 8 + length + sum(tensor.nbytes for tensor in tensors)
     if expected != size:
         cause = _AGAIN if size < expected else "bytes follow the last tensor; the file was not written by one writer"
@@ -148,23 +162,36 @@ def read_folder(folder: Path) -> list[TensorInfo]:
 
 
 def _read_sharded(folder: Path, index: Path) -> list[TensorInfo]:
-    refuse_pointer(index)
-    try:
-        weight_map = {str(name): str(shard) for name, shard in json.loads(index.read_bytes())["weight_map"].items()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelFileError(f"{index}: not an index of a sharded checkpoint ({error!r}); {_AGAIN}") from error
+    weight_map = read_weight_map(index)
     shards = sorted(set(weight_map.values()))
-    for shard in shards:
-        if Path(shard).name != shard:
-            raise ModelFileError(f"{index}: names the shard {shard!r} outside its own folder")
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         raise ModelFileError(
             f"{folder}: {len(missing)} of {len(shards)} shards are missing, first {missing[0]}; finish the download"
         )
-    seen: dict[str, TensorInfo] = {}
-    for shard in shards:
-        for tensor in read_header(folder / shard):
+    return join_shards(index, weight_map, {shard: read_header(folder / shard) for shard in shards})
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Which shard holds each tensor, by an index file. Raises ModelFileError where it is damaged."""
+    refuse_pointer(index)
+    try:
+        weight_map = {str(name): str(shard) for name, shard in json.loads(index.read_bytes())["weight_map"].items()}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelFileError(f"{index}: not an index of a sharded checkpoint ({error!r}); {_AGAIN}") from error
+    for shard in sorted(set(weight_map.values())):
+        if Path(shard).name != shard:
+            raise ModelFileError(f"{index}: names the shard {shard!r} outside its own folder")
+    return weight_map
+
+
+def join_shards(
+    index: Path, weight_map: Mapping[str, str], headers: Mapping[str, list[TensorInfo]]
+) -> list[TensorInfo]:
+    """Tensors of all shards. Raises ModelFileError where they and the index disagree. headers: by shard."""
+    folder, seen = index.parent, dict[str, TensorInfo]()
+    for shard, tensors in headers.items():
+        for tensor in tensors:
             if tensor.name in seen:
                 first = seen[tensor.name].file.name
                 raise ModelFileError(f"{folder}: tensor {tensor.name} is in {first} and again in {shard}")

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rotaryquant.errors import ConfigError, ModelFileError
+from rotaryquant.errors import ConfigError, ModelFileError, UnsupportedModelError
 from rotaryquant.formats.weight import BITS, GRIDS, GROUPS, VERSION, WeightFormat, fit
-from rotaryquant.models.roles import INPUTS, SCALE, UP_INPUTS, Part, layer_number, packed_name, parts_of
+from rotaryquant.models.roles import INPUTS, SCALE, UP_INPUTS, Part, Role, layer_number, packed_name, parts_of
 from rotaryquant.weights.headers import TensorInfo
 
 #: Name of the method, by which transformers finds its reader.
@@ -135,6 +135,18 @@ def weights_of(tensors: Sequence[TensorInfo], config: PackedConfig | None) -> di
         beside = [by_name[name + end].nbytes for end in (SCALE, INPUTS) if packed and name + end in by_name]
         found[name] = elements, tensor.nbytes + sum(beside)
     return found
+
+
+def refuse_transposed(tensors: Sequence[TensorInfo], roles: Mapping[str, Role]) -> None:
+    """Raise UnsupportedModelError where experts multiply inputs from the other side, so that rows are not of inputs."""
+    shapes = {tensor.name: tensor.shape for tensor in tensors if roles[tensor.name] is Role.ROUTED_EXPERT}
+    for name, shape in shapes.items():
+        down = shapes.get(name.replace("gate_up_proj", "down_proj"), ())
+        if name.endswith("gate_up_proj") and len(down) == 3 and (shape[1], shape[2]) == (down[2], 2 * down[1]):
+            raise UnsupportedModelError(
+                f"tensor {name!r} {list(shape)}: these experts are stored transposed, [experts, inputs, outputs], "
+                f"which packed rows cannot be; such a model cannot be quantised here yet"
+            )
 
 
 def _first(item: tuple[int | None, int]) -> int:

@@ -45,6 +45,16 @@ class LayerGeometry:
     head_dim: int
     window: int
 
+    @property
+    def key_width(self) -> int:
+        """Values of a key."""
+        return self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Values of a value."""
+        return self.head_dim
+
 
 def text_config(model_or_config: PreTrainedModel | PretrainedConfig) -> PretrainedConfig:
     """The decoder's configuration, also of a composite (vision and text) model."""

@@ -1,27 +1,58 @@
-"""Bytes of keys and values: at 16 bits, packed, and as memory is really taken."""
+"""Bytes of keys and values: at 16 bits, packed, and as memory is really taken. Known from shapes alone: no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from rotaryquant.config import KVCacheConfig
 from rotaryquant.formats.kv import BLOCK
-from rotaryquant.integrations.transformers.geometry import LayerGeometry
 from rotaryquant.kv.accounting import LayerBits
-from rotaryquant.kv.store import slab_blocks
+from rotaryquant.kv.blocks import slab_blocks
 from rotaryquant.kv.tail import full_tail, mean_tail
 
 _EXACT_BYTES = 2
 
 
+class Kept(Protocol):
+    """What counting asks of a layer of a model. window: tokens it sees, 0 for all; without heads it keeps nothing."""
+
+    @property
+    def index(self) -> int:
+        """Its number in the model."""
+
+    @property
+    def packable(self) -> bool:
+        """Whether `kv` holds for it."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values."""
+
+    @property
+    def key_width(self) -> int:
+        """Values of a key."""
+
+    @property
+    def value_width(self) -> int:
+        """Values of a value."""
+
+    @property
+    def window(self) -> int:
+        """Tokens it sees, 0 for all."""
+
+
+L = TypeVar("L", bound=Kept)
+
+
 @dataclass(frozen=True)
-class Footprint:
+class Footprint(Generic[L]):
     """What the caches of a model's layers take.
 
     layers: its geometry. kv: how full-attention layers are kept, None for 16 bits. Layers that protection gives
     8 bits are not foreseen: they show when the model runs.
     """
 
-    layers: Sequence[LayerGeometry]
+    layers: Sequence[L]
     kv: KVCacheConfig | None
 
     def exact_per_token(self) -> int:
@@ -35,7 +66,7 @@ class Footprint:
         total = 0
         for layer in self.layers:
             if layer.packable:
-                formats = self.kv.of_layer(layer.index).stream_formats(layer.head_dim, layer.head_dim)
+                formats = self.kv.of_layer(layer.index).stream_formats(layer.key_width, layer.value_width)
                 total += layer.num_kv_heads * sum(stream.row_bytes for stream in formats)
         return total
 
@@ -81,15 +112,15 @@ class Footprint:
             return 0
         return self.exact_per_token() * tokens * element_bytes // _EXACT_BYTES
 
-    def _layer_bits(self, layer: LayerGeometry, kv: KVCacheConfig) -> LayerBits:
-        keys, values = kv.of_layer(layer.index).stream_formats(layer.head_dim, layer.head_dim)
-        means = layer.num_kv_heads * layer.head_dim if kv.mean else 0
+    def _layer_bits(self, layer: Kept, kv: KVCacheConfig) -> LayerBits:
+        keys, values = kv.of_layer(layer.index).stream_formats(layer.key_width, layer.value_width)
+        means = layer.num_kv_heads * layer.key_width if kv.mean else 0
         return LayerBits(keys, values, layer.num_kv_heads, kv.sinks, kv.tail, means)
 
 
-def _row_bytes(layer: LayerGeometry) -> int:
-    return 2 * layer.num_kv_heads * layer.head_dim * _EXACT_BYTES
+def _row_bytes(layer: Kept) -> int:
+    return layer.num_kv_heads * (layer.key_width + layer.value_width) * _EXACT_BYTES
 
 
-def _visible(layer: LayerGeometry, tokens: int) -> int:
+def _visible(layer: Kept, tokens: int) -> int:
     return min(tokens, layer.window) if layer.window else tokens
