@@ -117,7 +117,7 @@ def multiply_tiles(
     for begin in range(0, groups, UNROLL):
         for number in tl.static_range(UNROLL):
             group = begin + number
-            inside = group < groups
+            inside = (group + tl.arange(0, 1) < groups)[None, None, :]  # a scalar is no mask in some interpreters
             x_scale = tl.load(x_scale_ptr + group, mask=used_columns & inside, other=0.0) * digit_scale
             low_scale = tl.load(low_scale_ptr + group, mask=low_in & inside, other=0.0).to(tl.float32)
             high_scale = tl.load(high_scale_ptr + group, mask=high_in & inside, other=0.0).to(tl.float32)
