@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotaryquant.bench import devices, options
+from rotaryquant.bench import devices
 from rotaryquant.bench.checks import kernel_of, require_close
-from rotaryquant.bench.matmul import add_common, form_of, outcome_of, parse_sizes, random_weight, row_of
+from rotaryquant.bench.matmul import add_common, form_of, outcome_of, parse_common, random_weight, row_of
 from rotaryquant.bench.table import plural
 from rotaryquant.bench.timing import torch_threads
 from rotaryquant.measuring import Outcome, Progress
@@ -46,11 +46,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Outcome:
 
     Raises ConfigError for a wrong option, and CheckError, before a row is timed, where its kernel is wrong.
     """
-    devices.check(args.device)
-    shapes = parse_sizes(args.shapes, 4, "128x768x2048/8")
-    bits, batches = options.parse_numbers("--bits", args.bits), options.parse_numbers("--batch", args.batch)
-    threads = [0] if args.device == "cuda" else options.parse_numbers("--threads", args.threads)
-    rounds = options.at_least("--repeats", args.repeats, 1)
+    shapes, bits, batches, threads, rounds = parse_common(args, 4, "128x768x2048/8")
     rows, top = [], {}
     for number in threads:
         with torch_threads(number or torch.get_num_threads()):

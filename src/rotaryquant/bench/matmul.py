@@ -47,6 +47,20 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, metavar="N", default=20, help="rounds in turns (default 20)")
 
 
+def parse_common(
+    args: argparse.Namespace, sizes: int, example: str
+) -> tuple[list[tuple[int, ...]], list[int], list[int], list[int], int]:
+    """Shapes of so many sizes, bits, tokens, threads (0 on a GPU) and rounds. Raises ConfigError for a wrong option."""
+    devices.check(args.device)
+    return (
+        parse_sizes(args.shapes, sizes, example),
+        options.parse_numbers("--bits", args.bits),
+        options.parse_numbers("--batch", args.batch),
+        [0] if args.device == "cuda" else options.parse_numbers("--threads", args.threads),
+        options.at_least("--repeats", args.repeats, 1),
+    )
+
+
 def parse_sizes(text: str, count: int, example: str) -> list[tuple[int, ...]]:
     """Shapes of a comma-separated list, `count` numbers each. Raises ConfigError naming the one that is none."""
     found = []
@@ -79,11 +93,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Outcome:
 
     Raises ConfigError for a wrong option, and CheckError, before a row is timed, where its kernel is wrong.
     """
-    devices.check(args.device)
-    shapes = parse_sizes(args.shapes, 2, "4096x2048")
-    bits, batches = options.parse_numbers("--bits", args.bits), options.parse_numbers("--batch", args.batch)
-    threads = [0] if args.device == "cuda" else options.parse_numbers("--threads", args.threads)
-    rounds = options.at_least("--repeats", args.repeats, 1)
+    shapes, bits, batches, threads, rounds = parse_common(args, 2, "4096x2048")
     forms = {(width, number): form_of(args, width, number) for _, width in shapes for number in bits}
     rows, top = [], {}
     for number in threads:

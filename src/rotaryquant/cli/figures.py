@@ -4,6 +4,7 @@ import re
 import resource
 import sys
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ def measure(llm: "LLM", stream: "TextStream") -> Figures:
     values = sum(layer.values_of(1) for layer in bits)
     read = usage.prompt_tokens - usage.reused_tokens
     return Figures(
-        weights=_weights(llm),
+        weights=_weights(llm.folder),
         kv=llm.enabled.kv.name if llm.enabled is not None else "fp16",
         tokens=tokens,
         packing_starts=packing_starts(llm.enabled.kv) if llm.enabled is not None else 0,
@@ -98,16 +99,17 @@ def measure(llm: "LLM", stream: "TextStream") -> Figures:
     )
 
 
-def _weights(llm: "LLM") -> dict[str, tuple[int, float]]:
+@lru_cache(maxsize=4)
+def _weights(folder: Path) -> dict[str, tuple[int, float]]:
     """Bytes and bits of all weights, and of routed experts where there are any."""
     from rotaryquant.errors import UnsupportedModelError
     from rotaryquant.models.roles import Role, roles_of
     from rotaryquant.weights.headers import read_folder
     from rotaryquant.weights.packed_config import config_in, weights_of
 
-    tensors = read_folder(llm.folder)
+    tensors = read_folder(folder)
     try:
-        sizes = weights_of(tensors, config_in(llm.folder))
+        sizes = weights_of(tensors, config_in(folder))
         roles = roles_of(sizes)
     except UnsupportedModelError:  # of a family whose tensors nobody told apart yet; it answers all the same
         sizes, roles = {tensor.name: (tensor.elements, tensor.nbytes) for tensor in tensors}, {}

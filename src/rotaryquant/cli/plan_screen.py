@@ -129,8 +129,6 @@ def _kv_lines(plan: "Plan") -> list[str]:
 
 
 def _expert_lines(plan: "Plan") -> list[str]:
-    from rotaryquant.planning.paging import PAGING_RUNS
-
     weights, paging, request = plan.weights, plan.paging, plan.request
     if paging is None:
         return []
@@ -151,8 +149,7 @@ def _expert_lines(plan: "Plan") -> list[str]:
     )
     if plan.fits_paged and plan.paged_needed is not None:
         lines.append(f"              (with no more in memory than one token goes to: {show_bytes(plan.paged_needed)})")
-    if not PAGING_RUNS:
-        lines.append("              this version keeps all experts in memory: a ceiling to plan by, not to run at")
+    lines.append("              this version keeps all experts in memory: a ceiling to plan by, not to run at")
     return lines
 
 

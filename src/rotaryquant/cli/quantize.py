@@ -173,10 +173,11 @@ def _chosen(reading: _Reading, args: Any, base: "PackedConfig", waiting: Waiting
     from rotaryquant.models.roles import roles_of
     from rotaryquant.weights.conversion import sizes_of
     from rotaryquant.weights.headers import read_folder
-    from rotaryquant.weights.sensitivity import MEASURED, MeasuredFile, choose
+    from rotaryquant.weights.sensitivity import MEASURED, MeasuredFile, choose, refuse_too_small
 
     model = reading.loaded.model
     sizes, other = sizes_of(read_folder(reading.loaded.folder), base)
+    refuse_too_small(sizes, other, args.size)
     path = Path(args.sensitivity) if args.sensitivity is not None else Path(args.output) / MEASURED
     said = {key: value for key, value in base.as_dict().items() if key not in ("recipe", "bits")}
     measured = MeasuredFile(path, {"model": checkpoint_fingerprint(model), **said})

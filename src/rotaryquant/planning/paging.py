@@ -2,15 +2,13 @@
 
 Of what one token reads, experts that are not in memory come over a link: tokens/s ≤ link / ((1 - h) · T), where T is
 the bytes of the experts that one token goes to (one token cycle) and h the share of them that is in memory. That is a
-ceiling: it leaves out the arithmetic, the weights that are in memory, and what every read costs.
+ceiling: it leaves out the arithmetic, the weights that are in memory, and what every read costs. This version keeps all
+experts in memory, so that a plan that needs some of them on disk does not fit.
 """
 
 from dataclasses import dataclass
 
 from rotaryquant.planning.weights import Weights
-
-#: Whether this version runs with experts on disk. Where it does not, a plan that needs them does not fit.
-PAGING_RUNS = False
 
 
 @dataclass(frozen=True)

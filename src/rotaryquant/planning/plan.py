@@ -10,7 +10,7 @@ from rotaryquant.errors import ConfigError, RotaryQuantError
 from rotaryquant.kv.footprint import Footprint
 from rotaryquant.planning.checkpoint import Checkpoint
 from rotaryquant.planning.memory import Memory, predict
-from rotaryquant.planning.paging import PAGING_RUNS, Paging, page
+from rotaryquant.planning.paging import Paging, page
 from rotaryquant.planning.speed import Rates, attention_share
 from rotaryquant.planning.weights import AS_IS, Weights, read_weights
 
@@ -95,7 +95,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether it runs as it was asked for."""
-        return self.memory.needed <= self.request.memory or (PAGING_RUNS and self.fits_paged)
+        return self.memory.needed <= self.request.memory
 
     @property
     def fits_paged(self) -> bool:

@@ -55,19 +55,26 @@ def choose(measured: Iterable[Sensitivity], sizes: Mapping[Place, Mapping[int, i
     by_place = {(one.part, one.layer): one for one in measured}
     if missing := [place for place in sizes if place not in by_place]:
         raise ConfigError(f"{missing[0][0]} of layer {missing[0][1]} was not measured; measure again")
+    refuse_too_small(sizes, other, size)
     places = list(sizes)
     picked = least_cost(
         [[by_place[place].cost(bits) for bits in BITS] for place in places],
         [[sizes[place][bits] for bits in BITS] for place in places],
         size - other,
-    ) if size > other else None  # fmt: skip
-    if picked is None:
-        least = other + sum(min(of.values()) for of in sizes.values())
+    )
+    if picked is None:  # sizes are rounded up to whole steps, which only the last few bytes are too few for
+        raise ConfigError(f"size={size:,} bytes is so near to the least that no choice fits; give a little more")
+    chosen = {place: BITS[option] for place, option in zip(places, picked, strict=True)}
+    return Recipe(AUTO, by_role(BITS[0], BITS[0], BITS[0]), places=chosen)
+
+
+def refuse_too_small(sizes: Mapping[Place, Mapping[int, int]], other: int, size: int) -> None:
+    """Raise ConfigError where a size is below that of the fewest bits everywhere: known before anything is measured."""
+    least = other + sum(min(of.values()) for of in sizes.values())
+    if size < least:
         raise ConfigError(
             f"size={size:,} bytes is below {least:,}, which every part at {BITS[0]} bits needs; give more"
         )
-    chosen = {place: BITS[option] for place, option in zip(places, picked, strict=True)}
-    return Recipe(AUTO, by_role(BITS[0], BITS[0], BITS[0]), places=chosen)
 
 
 class MeasuredFile:
